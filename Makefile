@@ -1,0 +1,59 @@
+# Everything a developer types. `make setup` is idempotent and every other target calls it.
+
+.DEFAULT_GOAL := help
+.SILENT:
+.DELETE_ON_ERROR:
+.PHONY: help setup serve test test-fast lint verify bench clean
+
+PYTHON     ?= $(shell command -v python3.11 || command -v python3)
+TORCH      := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+TORCH_ARGS ?=# more arguments for installing torch, e.g. --index-url of the CPU builds
+ARGS       ?=# arguments for `make serve` and for pytest
+VENV       := .venv
+BIN        := $(VENV)/bin
+STAMP      := $(VENV)/.setup-done
+PIP        := $(BIN)/python -m pip --disable-pip-version-check -qq install --root-user-action=ignore
+BENCHMARKS  = $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+BESIDE      = $(wildcard benchmarks examples)
+
+help: ## list the targets
+	sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup: $(STAMP) ## create .venv with everything that the code and its tests need
+
+# torch first and alone: nothing installed later may choose another build of it.
+$(STAMP): pyproject.toml
+	test -n "$(PYTHON)" || { echo "make setup: needs python3.11 or newer" >&2; exit 1; }
+	test -x $(BIN)/python || { echo "Creating $(VENV)" && $(PYTHON) -m venv $(VENV); } || \
+	    { rm -rf $(VENV); echo "make setup: on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	echo "Installing $(TORCH)"
+	$(PIP) $(TORCH) $(TORCH_ARGS)
+	echo "Installing kvrelay and its tools"
+	$(PIP) -e '.[dev]'
+	touch $@
+
+# exec: the server itself gets Ctrl-C and SIGTERM, with no shell in between.
+serve: setup ## serve a model on this machine (ARGS="--port 8000 ...")
+	exec $(BIN)/kvrelay serve $(ARGS)
+
+test: lint ## lint, then every test
+	$(BIN)/pytest $(ARGS)
+
+test-fast: setup ## the tests that need no real model and no patience
+	$(BIN)/pytest -m "not real_model and not slow" $(ARGS)
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy --no-error-summary
+	$(if $(BESIDE),$(BIN)/mypy --no-error-summary $(BESIDE))
+
+verify: setup ## the reference test: the tokens of every combination against an independent model
+	$(BIN)/pytest tests/e2e/test_reference.py --all-combinations $(ARGS)
+
+bench: setup ## run every benchmark; each prints its result as JSON
+	set -e; for benchmark in $(BENCHMARKS); do $(BIN)/python $$benchmark --json; done
+
+clean: ## remove .venv, caches and build products
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

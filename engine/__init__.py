@@ -1,0 +1,1 @@
+"""How are this step's tokens computed?"""

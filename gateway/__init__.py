@@ -1,0 +1,1 @@
+"""How does HTTP become a request?"""

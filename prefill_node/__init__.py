@@ -1,0 +1,1 @@
+"""What is special about a node that prefills?"""

@@ -1,0 +1,124 @@
+"""What a node can do, as its callers see it.
+
+Two things implement these protocols: the node object itself (local mode) and a handle on a
+node in another process. Nothing is sent per token: each caller has one output stream per
+node, with one batch a step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from protocol.messages import CacheSnapshot, DecodeJob, OutputBatch, PrefillJob
+
+
+class Role(enum.StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+
+
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change while a node lives."""
+
+    node_id: str
+    role: Role
+    model: str
+    fingerprint: str  # of the model's weights and configuration
+    endpoint: str  # of the KV transport; two nodes may hand off if their schemes agree
+    block_size: int  # tokens
+    num_blocks: int  # usable ones
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    generation: int = 0  # of the node: a restarted one registers under the next
+
+
+class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the usable blocks of a node are. The five others add up to `total`, always."""
+
+    total: int
+    free: int  # no user, nothing that could be hit
+    cached: int  # no user, can be hit
+    used: int  # held by a request or by a hand-off that is under way
+    quarantined: int  # of no request any more, but a peer might still write to them
+
+    @property
+    def balanced(self) -> bool:
+        return self.used + self.cached + self.free + self.quarantined == self.total
+
+
+class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Hand-offs of a node since it started, in its own role's view."""
+
+    active: int = 0
+    committed: int = 0
+    aborted: int = 0
+    expired: int = 0
+    failed: int = 0
+    blocks: int = 0
+    bytes: int = 0
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What changes with every step."""
+
+    node_id: str
+    role: Role
+    healthy: bool
+    draining: bool
+    num_running: int
+    num_waiting: int
+    num_skipped_waiting: int
+    num_intake: int  # decode jobs whose prefill has not started
+    queued_tokens: int  # prompt tokens that are not computed yet
+    prefill_tokens_per_s: float  # measured; 0 until something was
+    blocks: BlockCounts
+    transfers: TransferCounts
+    num_preemptions: int
+    num_prefix_queries: int  # tokens looked up in the prefix cache
+    num_prefix_hits: int  # tokens found there
+    num_prompt_tokens_computed: int
+    num_prompt_tokens_loaded: int  # arrived through a hand-off
+    num_prompt_tokens_recomputed: int  # computed again after a preemption
+    num_generated_tokens: int
+    num_steps: int
+
+
+class Node(Protocol):
+    """What prefill and decode nodes have in common."""
+
+    @property
+    def info(self) -> NodeInfo: ...
+
+    async def cancel(self, request_id: str) -> None:
+        """Abort the request if the node knows it; blocks are freed as soon as that is safe."""
+
+    async def status(self) -> NodeStatus: ...
+
+    async def drain(self) -> None:
+        """Refuse new jobs and return when the ones under way have ended."""
+
+    async def snapshot(self) -> CacheSnapshot: ...
+
+    def outputs(self, caller: str) -> AsyncIterator[OutputBatch]:
+        """The stream of all deltas of `caller`'s requests. It ends when the node does."""
+
+
+class PrefillNode(Node, Protocol):
+    async def prefill(self, job: PrefillJob) -> None:
+        """Take the job or raise; the answer comes through `outputs`.
+
+        Raises:
+            PromptTooLong: it can never fit.
+            Overloaded: the node's queue is full, or it drains.
+        """
+
+
+class DecodeNode(Node, Protocol):
+    async def decode(self, job: DecodeJob) -> None:
+        """Take the job or raise, as `PrefillNode.prefill` does."""

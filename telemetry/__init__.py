@@ -1,0 +1,5 @@
+"""What do we count?"""
+
+from telemetry.metrics import Metrics
+
+__all__ = ["Metrics"]
