@@ -1,1 +1,25 @@
-"""How are this step's tokens computed?"""
+"""How are this step's tokens computed?
+
+Importing this package brings in no torch: whoever computes imports `engine.runner_factory`, and
+whoever only schedules, or simulates, does without.
+"""
+
+from engine.active_job import ActiveJob
+from engine.host import EngineHost, Listener, RolePolicy
+from engine.kv_cache_config import NULL_BLOCK_ID, KVCacheConfig, blocks_within
+from engine.local_node import LocalNode
+from engine.loop import Engine, StepResult, StepRunner
+
+__all__ = [
+    "NULL_BLOCK_ID",
+    "ActiveJob",
+    "Engine",
+    "EngineHost",
+    "KVCacheConfig",
+    "Listener",
+    "LocalNode",
+    "RolePolicy",
+    "StepResult",
+    "StepRunner",
+    "blocks_within",
+]

@@ -57,7 +57,10 @@ class HandoffConfig:
 
 class EventKind(enum.Enum):
     STARTED = enum.auto()  # at D: P computes the first chunk, so it is time to reserve
+    RESERVED = enum.auto()  # at D: blocks are reserved, P was told
+    COMMITTED = enum.auto()  # at D: the KV is here
     LOST = enum.auto()  # at D: the KV will not come
+    PUSHED = enum.auto()  # at P: some blocks have arrived at D
     RECOMPUTE = enum.auto()  # at P: D has blocks now, but ours had to be given up
     SENT = enum.auto()  # at P: the hand-off has ended, well or not
 
@@ -69,6 +72,7 @@ class HandoffEvent:
     kind: EventKind
     request_id: str  # the scheduler's
     reason: Reason | None = None
+    at: float = 0.0  # the connector's clock
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,12 @@ class HandoffConnector:
             heartbeat_at=now + self.config.heartbeat_s,
         )
 
+    def abandon_source(self, request_id: str) -> None:
+        """The request is wanted no more, wherever its hand-off is. Harmless if there is none."""
+        source = self.sources.get(request_id)
+        if source is not None:
+            source.end(Reason.CANCELLED)
+
     def add_sink(self, ticket: HandoffTicket, peer: str) -> bool:
         """This node will receive the request from `peer`; whether that has started already."""
         deadline = self._clock() + self.config.reserve_timeout_s
@@ -180,6 +190,7 @@ class HandoffConnector:
         sink.reserve(first_block, block_ids[first_block:])
         self._renew(sink)
         self._transport.open(sink.ticket, sink.block_ids)
+        self._tell(EventKind.RESERVED, sink.request_id)
         self._send(
             sink.peer,
             Destination(sink.ticket, self._transport.endpoint, sink.first_block, sink.block_ids),
@@ -298,6 +309,13 @@ class HandoffConnector:
         """Whether nothing is under way in either direction."""
         return not (self.sources or self.sinks or self._early or self._outbox)
 
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def _tell(self, kind: EventKind, request_id: str, reason: Reason | None = None) -> None:
+        self._events.append(HandoffEvent(kind, request_id, reason, self._clock()))
+
     def _announce(self, source: HandoffSource) -> None:
         if source.announced:
             return
@@ -305,7 +323,10 @@ class HandoffConnector:
         self._send(source.peer, PrefillStarted(source.ticket, self._transport.endpoint))
 
     def _advance(self, source: HandoffSource) -> None:
-        self._counts.blocks += source.advance(self._transport)
+        num_pushed = source.advance(self._transport)
+        if num_pushed:
+            self._counts.blocks += num_pushed
+            self._tell(EventKind.PUSHED, source.request_id)
 
     def _settle_source(self, source: HandoffSource, now: float) -> None:
         if source.all_pushed and not source.state.ended:
@@ -327,7 +348,7 @@ class HandoffConnector:
             logger.info("hand-off %s ended: %s", source.ticket, source.reason)
         if source.pinned:
             self._sent.append(source.request_id)
-        self._events.append(HandoffEvent(EventKind.SENT, source.request_id, source.reason))
+        self._tell(EventKind.SENT, source.request_id, source.reason)
 
     def _settle_sink(self, sink: HandoffSink, now: float) -> None:
         if not sink.state.ended and now > sink.deadline:
@@ -347,7 +368,7 @@ class HandoffConnector:
 
     def _lose(self, sink: HandoffSink, reason: Reason) -> None:
         sink.end(reason)
-        self._events.append(HandoffEvent(EventKind.LOST, sink.request_id, reason))
+        self._tell(EventKind.LOST, sink.request_id, reason)
         logger.info("hand-off %s lost: %s", sink.ticket, reason)
 
     def _release_sink(self, sink: HandoffSink) -> None:
@@ -387,7 +408,7 @@ class HandoffConnector:
         sink = self.sinks.get(str(message.ticket))
         if sink is not None:
             self._renew(sink)
-            self._events.append(HandoffEvent(EventKind.STARTED, sink.request_id))
+            self._tell(EventKind.STARTED, sink.request_id)
         elif len(self._early) < self.config.max_early:
             deadline = self._clock() + self.config.transfer_timeout_s
             self._early[message.ticket] = (message, deadline)
@@ -409,7 +430,7 @@ class HandoffConnector:
         source.state = HandoffState.READY
         self._expect_push(source)
         if source.first_tokens is not None and not source.pinned:
-            self._events.append(HandoffEvent(EventKind.RECOMPUTE, source.request_id))
+            self._tell(EventKind.RECOMPUTE, source.request_id)
 
     def _on_cancel(self, message: Cancel) -> None:
         source = self.sources.get(str(message.ticket))
@@ -430,6 +451,8 @@ class HandoffConnector:
                 sink.accept(message, self._pool)
                 if sink.reason is Reason.CHECKSUM:
                     self._lose(sink, Reason.CHECKSUM)
+                elif sink.state is HandoffState.COMMITTED:
+                    self._tell(EventKind.COMMITTED, sink.request_id)
             case Closed():
                 sink.fenced = True
                 if not sink.state.ended:

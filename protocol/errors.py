@@ -36,6 +36,7 @@ class ConfigError(KvrelayError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.problem = message
 
 
 class ModelError(KvrelayError):

@@ -3,6 +3,7 @@
 from router.admission import Admission, Lease
 from router.config import RouterConfig
 from router.decision import Candidate, RouteKind, RoutingDecision
+from router.dispatch import Dispatcher
 from router.facts import RequestFacts, reusable_hashes
 from router.load import LoadTracker
 from router.policies import POLICIES, RoutingPolicy, get_policy
@@ -13,6 +14,7 @@ __all__ = [
     "POLICIES",
     "Admission",
     "Candidate",
+    "Dispatcher",
     "Lease",
     "LoadTracker",
     "NodeLoad",

@@ -318,8 +318,8 @@ class Scheduler:
         return min(num_new, threshold) if threshold else num_new
 
     def _finish_step(self, step: _Step) -> SchedulerOutput:
-        self.stats.num_steps += 1
         output = step.output
+        self.stats.num_steps += bool(output.num_scheduled_tokens)
         output.preempted_req_ids = step.preempted
         output.finished_req_ids = sorted(self._finished_req_ids)
         self._finished_req_ids.clear()

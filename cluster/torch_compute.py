@@ -1,0 +1,29 @@
+"""Makes what computes on a node with torch. Importing this takes seconds."""
+
+from __future__ import annotations
+
+from cluster.config import LocalConfig
+from cluster.local import NodeCompute, RunnerFactory
+from engine.models import load_model
+from engine.runner_factory import make_model_runner
+from engine.weights import ModelFiles
+
+
+def torch_compute(files: ModelFiles, config: LocalConfig) -> RunnerFactory:
+    """One copy of the weights for all nodes; each call makes a runner with its own KV pool.
+
+    Raises:
+        ModelError: the weights cannot be loaded.
+        ConfigError: the pool is too small for one request.
+    """
+    kv_cache = config.kv_cache(files.config)
+    model = load_model(files.directory)
+
+    def make() -> NodeCompute:
+        runner = make_model_runner(
+            model, num_blocks=kv_cache.num_blocks, block_size=kv_cache.block_size
+        )
+        cache = runner.kv_cache
+        return NodeCompute(runner, cache.config, cache.base_address, cache)
+
+    return make

@@ -1,0 +1,135 @@
+"""Receives the KV of prompts, takes requests up after their first token, and decodes them.
+
+    job ─► intake ── PrefillStarted ─► scheduler: blocks reserved, WAITING_FOR_REMOTE_KVS
+                                           │ Destination to P … blocks … Commit with token 1
+                                           ▼
+                                        promoted ─► continuous batching from token 2
+
+A job without a prefill endpoint skips all that: this node computes the prompt itself. So a node
+that never gets any other job is a unified node, the aggregated baseline.
+"""
+
+from __future__ import annotations
+
+from decode_node.config import DecodeConfig
+from decode_node.intake import Intake
+from engine import ActiveJob, EngineHost, LocalNode
+from kv_transfer import EventKind, HandoffConnector, HandoffEvent, Reason
+from protocol import DecodeJob, TransferCounts, TransferFailed
+from scheduler import RequestUpdate
+
+
+class DecodeRole:
+    """What a decode node does on its engine's thread."""
+
+    def __init__(self, host: EngineHost, connector: HandoffConnector, config: DecodeConfig) -> None:
+        self._host = host
+        self._connector = connector
+        self._config = config
+        self._intake = Intake(self._admit)
+
+    def accept(self, job: DecodeJob) -> None:
+        active = ActiveJob(job)
+        self._host.add_job(active)
+        if job.prefill_endpoint is None:
+            self._admit(active)
+            return
+        active.position += 1  # the first token of this attempt is P's to tell
+        started = self._connector.add_sink(job.ticket, job.prefill_endpoint)
+        if started or self._config.reserve == "on_arrival":
+            self._admit(active)
+        else:
+            self._intake.add(active)
+
+    def _admit(self, active: ActiveJob) -> None:
+        self._host.add_request(active.make_request(active.job.request.sampling))
+
+    # ------------------------------------------------------------------ RolePolicy
+
+    def act(self) -> None:
+        for event in self._connector.take_events():
+            active = self._host.jobs.get(event.request_id)
+            if active is not None:
+                self._on_event(active, event)
+
+    def must_act(self) -> bool:
+        return self._connector.has_events
+
+    def _on_event(self, active: ActiveJob, event: HandoffEvent) -> None:
+        match event.kind:
+            case EventKind.STARTED:
+                self._intake.start(active.key)
+            case EventKind.RESERVED:
+                active.timeline.reserved = self._host.now
+            case EventKind.COMMITTED:
+                active.timeline.committed = self._host.now
+            case EventKind.LOST:
+                assert event.reason is not None
+                self._on_lost(active, event.reason)
+
+    def _on_lost(self, active: ActiveJob, reason: Reason) -> None:
+        """The KV will not come. Unless the request is over, somebody has to try again."""
+        if reason is Reason.ENDED_BY_FIRST_TOKEN:
+            self._host.drop_job(active)
+        else:
+            self._host.fail_job(active, TransferFailed(reason), retryable=True)
+        self._forget(active)
+
+    def _forget(self, active: ActiveJob) -> None:
+        """The scheduler speaks to the connector of requests that it knows; of others, we do."""
+        if self._intake.drop(active.key):
+            self._connector.drop_sink(active.key, Reason.CANCELLED)
+
+    def on_started(self, job: ActiveJob) -> None:
+        if self._is_handed_off(job):
+            job.timeline.promoted = job.timeline.promoted or self._host.now
+        else:
+            job.timeline.prefill_started = job.timeline.prefill_started or self._host.now
+
+    def on_update(self, job: ActiveJob, update: RequestUpdate) -> None:
+        if not self._is_handed_off(job):
+            job.timeline.prefill_finished = job.timeline.prefill_finished or self._host.now
+        self._host.emit(
+            job,
+            job.delta(
+                update.new_token_ids,
+                finish_reason=update.request.finish_reason,
+                stop_token_id=update.request.stop_token_id,
+            ),
+        )
+        if update.finished:
+            self._host.end_job(job)
+
+    @staticmethod
+    def _is_handed_off(job: ActiveJob) -> bool:
+        assert isinstance(job.job, DecodeJob)
+        return job.job.prefill_endpoint is not None
+
+    def on_cancel(self, job: ActiveJob) -> None:
+        self._forget(job)
+
+    def num_intake(self) -> int:
+        return len(self._intake)
+
+    def next_deadline(self) -> float | None:
+        return self._connector.next_deadline()
+
+    def transfers(self) -> TransferCounts:
+        return self._connector.counts()
+
+
+class LocalDecodeNode(LocalNode):
+    """A decode (or unified) node in this process (`protocol.DecodeNode`)."""
+
+    def __init__(
+        self,
+        host: EngineHost,
+        connector: HandoffConnector,
+        config: DecodeConfig | None = None,
+    ) -> None:
+        self._role = DecodeRole(host, connector, config or DecodeConfig())
+        super().__init__(host, self._role)
+
+    async def decode(self, job: DecodeJob) -> None:
+        """Raises NodeLost, Overloaded or PromptTooLong, as `EngineHost.submit` does."""
+        self.host.submit(job, self._role.accept)

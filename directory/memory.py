@@ -1,0 +1,129 @@
+"""A directory within one process: local mode, tests and the simulator."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from directory.directory import (
+    DEFAULT_MAX_BATCHES,
+    Gap,
+    NodeRecord,
+    NotRegistered,
+    StaleGeneration,
+)
+from protocol import BlockEventBatch, NodeInfo, NodeStatus
+
+
+@dataclass
+class _Registration:
+    info: NodeInfo
+    ttl_s: float
+    seen_at: float
+    status: NodeStatus | None = None
+
+
+class MemoryDirectory:
+    """Implements `Directory` with dicts under one lock, which is only ever held for moments."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._registrations: dict[str, _Registration] = {}
+        self._generations: dict[str, int] = {}  # the latest of each node; outlives deregistration
+        self._subscriptions: list[MemorySubscription] = []
+
+    def register(self, info: NodeInfo, *, ttl_s: float) -> None:
+        assert ttl_s > 0
+        with self._lock:
+            latest = self._generations.get(info.node_id)
+            if latest is not None and info.generation < latest:
+                raise StaleGeneration(info.node_id, info.generation, latest)
+            if latest is not None and info.generation > latest:
+                for subscription in self._subscriptions:
+                    subscription._forget(info.node_id)
+            self._generations[info.node_id] = info.generation
+            self._registrations[info.node_id] = _Registration(info, ttl_s, self._clock())
+
+    def heartbeat(self, status: NodeStatus, *, generation: int) -> None:
+        with self._lock:
+            registration = self._current(status.node_id, generation)
+            if registration is None:
+                latest = self._generations.get(status.node_id, generation)
+                if latest > generation:
+                    raise StaleGeneration(status.node_id, generation, latest)
+                raise NotRegistered(status.node_id)
+            registration.status = status
+            registration.seen_at = self._clock()
+
+    def deregister(self, node_id: str, *, generation: int) -> None:
+        with self._lock:
+            if self._current(node_id, generation) is not None:
+                del self._registrations[node_id]
+
+    def nodes(self) -> tuple[NodeRecord, ...]:
+        with self._lock:
+            now = self._clock()
+            return tuple(
+                NodeRecord(known.info, known.status, now - known.seen_at, known.ttl_s)
+                for _, known in sorted(self._registrations.items())
+            )
+
+    def publish(self, batch: BlockEventBatch, *, generation: int) -> None:
+        with self._lock:
+            if self._current(batch.node_id, generation) is not None:
+                for subscription in self._subscriptions:
+                    subscription._put(batch)
+
+    def subscribe(self, *, max_batches: int = DEFAULT_MAX_BATCHES) -> MemorySubscription:
+        subscription = MemorySubscription(self, max_batches)
+        with self._lock:
+            self._subscriptions.append(subscription)
+        return subscription
+
+    def _current(self, node_id: str, generation: int) -> _Registration | None:
+        registration = self._registrations.get(node_id)
+        if registration is None or registration.info.generation != generation:
+            return None
+        return registration
+
+
+class MemorySubscription:
+    """Implements `Subscription`; shares the lock of its directory."""
+
+    def __init__(self, directory: MemoryDirectory, max_batches: int) -> None:
+        assert max_batches > 0
+        self._directory = directory
+        self._max_batches = max_batches
+        self._batches: deque[BlockEventBatch] = deque()
+        self._lost: dict[str, int] = {}  # node id → the last sequence number that was dropped
+
+    def drain(self) -> list[BlockEventBatch | Gap]:
+        with self._directory._lock:
+            # What was dropped is older than all that is left, so the gaps come first.
+            drained: list[BlockEventBatch | Gap] = [Gap(*lost) for lost in self._lost.items()]
+            drained += self._batches
+            self._lost.clear()
+            self._batches.clear()
+            return drained
+
+    def close(self) -> None:
+        with self._directory._lock:
+            if self in self._directory._subscriptions:
+                self._directory._subscriptions.remove(self)
+            self._batches.clear()
+            self._lost.clear()
+
+    def _put(self, batch: BlockEventBatch) -> None:
+        if len(self._batches) == self._max_batches:
+            dropped = self._batches.popleft()
+            self._lost[dropped.node_id] = dropped.sequence
+        self._batches.append(batch)
+
+    def _forget(self, node_id: str) -> None:
+        kept = [batch for batch in self._batches if batch.node_id != node_id]
+        self._batches = deque(kept)
+        self._lost.pop(node_id, None)

@@ -1,0 +1,387 @@
+"""Runs an engine in a thread of its own and serves callers in their event loops.
+
+    callers (any thread) ── post ──► commands ─┐
+    transport (any thread) ── wake ────────────┤
+                                               ▼  the engine's thread
+                       ┌─► commands → role.act → engine.step → role.on_update ─┐
+                       └───── sleep, if nothing progressed ◄── deltas, status ─┘
+
+All state of scheduler, connector and jobs is touched by that thread only. What a role does beyond
+this (hand-off, intake) is in its `RolePolicy`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
+from typing import Protocol, TypeVar
+
+from engine.active_job import ActiveJob
+from engine.loop import Engine, StepResult
+from engine.outputs import OutputStream
+from engine.rate import PrefillRate
+from protocol import (
+    BlockEventBatch,
+    CacheSnapshot,
+    Delta,
+    Failure,
+    Job,
+    KvrelayError,
+    NodeInfo,
+    NodeLost,
+    NodeStatus,
+    OutputBatch,
+    Overloaded,
+    TransferCounts,
+)
+from scheduler import Request, RequestStatus, RequestUpdate
+
+logger = logging.getLogger(__name__)
+
+JobT = TypeVar("JobT", bound=Job)
+
+HEARTBEAT_S = 1.0  # an idle node tells that often that it lives
+STOP_TIMEOUT_S = 30.0
+_MAX_JOBS = 4096
+
+
+class RolePolicy(Protocol):
+    """What a role adds. All calls come from the engine's thread."""
+
+    def act(self) -> None:
+        """Act on what the connector has to tell."""
+
+    def must_act(self) -> bool:
+        """Whether the connector has something to tell."""
+
+    def on_started(self, job: ActiveJob) -> None:
+        """The job is computed for the first time."""
+
+    def on_update(self, job: ActiveJob, update: RequestUpdate) -> None:
+        """A step made tokens for the job, or ended it."""
+
+    def on_cancel(self, job: ActiveJob) -> None:
+        """The caller wants no more of it; the scheduler may or may not know the job."""
+
+    def num_intake(self) -> int:
+        """Jobs that are here and not yet in the scheduler."""
+
+    def next_deadline(self) -> float | None:
+        """On the monotonic clock: when `act` is due even if nothing happens."""
+
+    def transfers(self) -> TransferCounts: ...
+
+
+class Listener(Protocol):
+    """Whoever follows a node from outside. Called from the engine's thread; must not wait."""
+
+    def on_status(self, info: NodeInfo, status: NodeStatus) -> None: ...
+
+    def on_blocks(self, info: NodeInfo, batch: BlockEventBatch) -> None: ...
+
+
+class EngineHost:
+    """One node's engine, its jobs and its callers."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        engine: Engine,
+        listener: Listener | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        max_jobs: int = _MAX_JOBS,
+    ) -> None:
+        self.info = info
+        self.engine = engine
+        self.jobs: dict[str, ActiveJob] = {}
+        self._role: RolePolicy
+        self._listener = listener
+        self._clock = clock
+        self._max_jobs = max_jobs
+        self._commands: deque[Callable[[], None]] = deque()
+        self._pending: dict[str, int] = {}  # jobs taken and not yet accepted, with their tokens
+        self._activity = threading.Event()
+        self._deltas: dict[str, list[Delta]] = {}
+        self._streams: dict[str, OutputStream] = {}
+        self._streams_lock = threading.Lock()
+        self._rate = PrefillRate()
+        self._event_sequence = 0
+        self._healthy = True
+        self._stopping = False
+        self._draining = False
+        self._drained: list[Callable[[], object]] = []  # to be called when no job is left
+        self._thread = threading.Thread(target=self._run, name=f"engine-{info.node_id}")
+
+    # ------------------------------------------------------------------ from any thread
+
+    def start(self, role: RolePolicy) -> None:
+        self._role = role
+        self._status = self._make_status()
+        self._thread.start()
+
+    def ask_stop(self) -> None:
+        """End the thread after the step that runs now, if any."""
+        self._stopping = True
+        self._activity.set()
+
+    def stop(self) -> None:
+        """End the thread; requests under way are lost, their callers' streams end."""
+        self.ask_stop()
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("%s did not stop within %.0f s", self.info.node_id, STOP_TIMEOUT_S)
+
+    def wake(self) -> None:
+        """Something happened that the engine's thread should look at."""
+        self._activity.set()
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run this on the engine's thread, in order, between two steps."""
+        self._commands.append(command)
+        self._activity.set()
+
+    def submit(self, job: JobT, accept: Callable[[JobT], None]) -> None:
+        """Take the job, and `accept` it on the engine's thread between two steps.
+
+        Raises:
+            NodeLost: the node does not run any more.
+            Overloaded: too many jobs are here already, or the node drains.
+            PromptTooLong: it could never be computed here.
+        """
+        if not self._healthy or self._stopping:
+            raise NodeLost(f"node {self.info.node_id} is down")
+        if self._draining:
+            raise Overloaded(f"node {self.info.node_id} is draining", retry_after_s=1.0)
+        if len(self.jobs) + len(self._pending) >= self._max_jobs:
+            raise Overloaded(
+                f"node {self.info.node_id} has {self._max_jobs} requests already", retry_after_s=1.0
+            )
+        num_tokens = len(job.request.prompt_token_ids) + len(job.emitted)
+        self.engine.scheduler.check_fits(num_tokens)
+        self._pending[str(job.ticket)] = num_tokens
+        self.post(lambda: accept(job))
+
+    def status(self) -> NodeStatus:
+        """As of the last step."""
+        return self._status
+
+    async def drain(self) -> None:
+        """Refuse new jobs and return when those under way have ended."""
+        self._draining = True
+        loop = asyncio.get_running_loop()
+        drained = asyncio.Event()
+        self.post(lambda: self._drained.append(partial(loop.call_soon_threadsafe, drained.set)))
+        await drained.wait()  # as long as the jobs take; whoever cannot wait stops the node
+
+    async def snapshot(self) -> CacheSnapshot:
+        """What can be hit now, as of a number in the sequence of block events."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[CacheSnapshot] = loop.create_future()
+
+        def take() -> None:
+            loop.call_soon_threadsafe(done.set_result, self._take_snapshot())
+
+        self.post(take)
+        return await asyncio.wait_for(done, STOP_TIMEOUT_S)
+
+    def outputs(self, caller: str) -> AsyncIterator[OutputBatch]:
+        """The deltas of this caller's jobs from now on. A second stream ends the first."""
+        stream = OutputStream()
+        with self._streams_lock:
+            old = self._streams.get(caller)
+            self._streams[caller] = stream
+        if old is not None:
+            old.close()
+        if not self._healthy or self._stopping:
+            stream.close()
+        return self._read(caller, stream)
+
+    async def _read(self, caller: str, stream: OutputStream) -> AsyncIterator[OutputBatch]:
+        try:
+            async for batch in stream.read():
+                yield batch
+        finally:
+            stream.close()
+            self.post(lambda: self._caller_left(caller, stream))
+
+    # ------------------------------------------------------------------ from the engine's thread
+
+    @property
+    def now(self) -> float:
+        """Seconds of the wall clock, as timelines have them."""
+        return self._clock()
+
+    def add_job(self, active: ActiveJob) -> None:
+        """The node has the job; the scheduler does not know of it yet."""
+        self._pending.pop(active.key, None)
+        active.timeline.prefill_queued = self.now
+        self.jobs[active.key] = active
+
+    def add_request(self, request: Request) -> None:
+        """The scheduler may compute the job."""
+        self.engine.scheduler.add_request(request)
+
+    def emit(self, active: ActiveJob, delta: Delta) -> None:
+        """Tell the caller, at the end of this round."""
+        self._deltas.setdefault(active.job.caller, []).append(delta)
+
+    def end_job(self, active: ActiveJob) -> None:
+        """Nothing more will be told of it."""
+        self.jobs.pop(active.key, None)
+
+    def fail_job(self, active: ActiveJob, error: KvrelayError, *, retryable: bool) -> None:
+        """End the job unhappily, in the scheduler as well."""
+        self.engine.scheduler.finish_requests([active.key], RequestStatus.FINISHED_ERROR)
+        self.emit(active, active.delta(failure=Failure(error.label, str(error), retryable)))
+        self.end_job(active)
+
+    def drop_job(self, active: ActiveJob) -> None:
+        """End the job without another word: whoever has to know does."""
+        self.end_job(active)
+        self.engine.scheduler.finish_requests([active.key], RequestStatus.FINISHED_ABORTED)
+
+    def cancel(self, request_id: str) -> None:
+        """Abort all attempts at a request, without another word to the caller."""
+        self._cancel_all([j for j in self.jobs.values() if j.job.request.request_id == request_id])
+
+    def _cancel_all(self, jobs: Iterable[ActiveJob]) -> None:
+        for active in list(jobs):
+            self.drop_job(active)
+            self._role.on_cancel(active)
+
+    def _caller_left(self, caller: str, stream: OutputStream) -> None:
+        with self._streams_lock:
+            if self._streams.get(caller) is not stream:
+                return  # it came back
+            del self._streams[caller]
+        self._cancel_all([j for j in self.jobs.values() if j.job.caller == caller])
+
+    # ------------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._activity.clear()
+                if not self._run_once():
+                    self._activity.wait(self._idle_s())
+        finally:
+            # Also when a step raised: then the exception goes on to the thread's hook, which logs
+            # it, and callers learn from the end of their streams that this node is lost.
+            self._shut_down()
+
+    def _run_once(self) -> bool:
+        """One round; whether the next should follow at once."""
+        while self._commands:
+            self._commands.popleft()()
+        self._role.act()
+        result = self._timed_step()
+        for update in result.updates:
+            active = self.jobs.get(update.request.request_id)
+            if active is not None:
+                self._role.on_update(active, update)
+        self._deliver()
+        self._publish()
+        self._tell_drained()
+        return result.progressed or bool(self._commands) or self._role.must_act()
+
+    def _timed_step(self) -> StepResult:
+        stats = self.engine.scheduler.stats
+        prompt_computed, began = stats.prompt_computed, time.perf_counter()
+        result = self.engine.step()
+        self._rate.add(stats.prompt_computed - prompt_computed, time.perf_counter() - began)
+        self._note_started(result)
+        return result
+
+    def _note_started(self, result: StepResult) -> None:
+        for new in result.scheduled.scheduled_new_reqs:
+            active = self.jobs.get(new.request_id)
+            if active is not None:
+                request = self.engine.scheduler.requests.get(new.request_id)
+                if request is not None and active.num_cached_tokens is None:
+                    active.num_cached_tokens = request.num_cached_tokens
+                self._role.on_started(active)
+
+    def _deliver(self) -> None:
+        deltas, self._deltas = self._deltas, {}
+        for caller, its in deltas.items():
+            batch = OutputBatch(self.info.node_id, tuple(its))
+            with self._streams_lock:
+                stream = self._streams.get(caller)
+            if stream is None or not stream.put(batch):
+                logger.warning("%s: caller %s does not listen", self.info.node_id, caller)
+                self._cancel_all([j for j in self.jobs.values() if j.job.caller == caller])
+
+    def _publish(self) -> None:
+        self._status = self._make_status()
+        events = self.engine.scheduler.kv.pool.take_events()
+        if self._listener is None:
+            return
+        if events:
+            self._event_sequence += 1
+            batch = BlockEventBatch(self.info.node_id, self._event_sequence, tuple(events))
+            self._listener.on_blocks(self.info, batch)
+        self._listener.on_status(self.info, self._status)
+
+    def _tell_drained(self) -> None:
+        if self.jobs or self._commands or self._status.transfers.active:
+            return
+        while self._drained:
+            self._drained.pop()()
+
+    def _idle_s(self) -> float:
+        deadline = self._role.next_deadline()
+        if deadline is None:
+            return HEARTBEAT_S
+        return min(HEARTBEAT_S, max(0.0, deadline - time.monotonic()))
+
+    def _shut_down(self) -> None:
+        self._healthy = False
+        if self.engine.connector is not None:
+            self.engine.connector.shutdown()
+        self._status = self._make_status()
+        with self._streams_lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.close()
+
+    def _take_snapshot(self) -> CacheSnapshot:
+        self._publish()  # so that the number covers everything that is in the pool
+        chain = self.engine.scheduler.kv.pool.cached_chain()
+        return CacheSnapshot(
+            self.info.node_id,
+            self._event_sequence,
+            hashes=tuple(block for block, _ in chain),
+            parents=tuple(parent for _, parent in chain),
+        )
+
+    def _make_status(self) -> NodeStatus:
+        scheduler = self.engine.scheduler
+        stats = scheduler.stats
+        return NodeStatus(
+            node_id=self.info.node_id,
+            role=self.info.role,
+            healthy=self._healthy,
+            draining=self._draining,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(self._pending),
+            num_skipped_waiting=len(scheduler.skipped_waiting),
+            num_intake=self._role.num_intake(),
+            queued_tokens=scheduler.queued_tokens() + sum(list(self._pending.values())),
+            prefill_tokens_per_s=self._rate.tokens_per_s,
+            blocks=scheduler.block_counts(),
+            transfers=self._role.transfers(),
+            num_preemptions=stats.num_preemptions,
+            num_prefix_queries=stats.prefix_queries,
+            num_prefix_hits=stats.prefix_hits,
+            num_prompt_tokens_computed=stats.prompt_computed,
+            num_prompt_tokens_loaded=stats.prompt_loaded,
+            num_prompt_tokens_recomputed=stats.prompt_recomputed,
+            num_generated_tokens=stats.generated,
+            num_steps=stats.num_steps,
+        )

@@ -1,0 +1,69 @@
+"""Weights as views of the mapped files: nothing is read before it is used, nothing is copied.
+
+Processes that serve the same model on one host share the pages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.weights import TensorLocation, WeightIndex
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class MappedWeights:
+    """The tensors that a `WeightIndex` names, in one dtype (converted only if stored otherwise)."""
+
+    def __init__(self, index: WeightIndex, dtype: torch.dtype = torch.float32) -> None:
+        self._index = index
+        self._dtype = dtype
+        self._files = {path: _map(path) for path in index.files()}
+
+    def tensor(self, name: str) -> Tensor:
+        location = self._index.location(name)
+        return self._view(location, location.shape)
+
+    def stacked(self, *names: str) -> Tensor:
+        """The tensors one below the other, as if they were one.
+
+        If they lie one after the other in their file, as converted models do, that is a view.
+        """
+        locations = [self._index.location(name) for name in names]
+        if not _are_adjacent(locations):
+            return torch.cat([self.tensor(name) for name in names])
+        num_rows = sum(location.shape[0] for location in locations)
+        return self._view(locations[0], (num_rows, *locations[0].shape[1:]))
+
+    def _view(self, location: TensorLocation, shape: tuple[int, ...]) -> Tensor:
+        dtype = _DTYPES[location.dtype]
+        num_bytes = math.prod(shape) * dtype.itemsize
+        data = self._files[location.path][location.offset : location.offset + num_bytes]
+        if location.offset % dtype.itemsize:
+            data = data.clone()  # a file that does not align its tensors
+        return data.view(dtype).view(shape).to(self._dtype)
+
+
+def _map(path: Path) -> Tensor:
+    # Privately: writing to a weight would never reach the file.
+    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+
+
+def _are_adjacent(locations: list[TensorLocation]) -> bool:
+    return all(
+        after.path == before.path
+        and after.offset == before.offset + before.nbytes
+        and after.dtype == before.dtype
+        and after.shape[1:] == before.shape[1:]
+        for before, after in itertools.pairwise(locations)
+    )

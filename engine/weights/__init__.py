@@ -1,0 +1,29 @@
+"""Where do the weights come from? Finds, fetches, converts and checks models, without torch.
+
+Everything here runs before the first tensor exists: a model becomes `ModelFiles`, its safetensors a
+`WeightIndex`, and whoever loads them maps the files that the index names.
+"""
+
+from engine.weights.builtin import BUILTIN_MODELS, BuiltinModel
+from engine.weights.config import KNOWN_ARCHITECTURES, ModelConfig
+from engine.weights.llama_tensors import tensor_shapes
+from engine.weights.model_files import ModelFiles
+from engine.weights.progress import NoProgress, ProgressSink, Stage
+from engine.weights.safetensors_dir import TensorLocation, WeightIndex, open_weights
+from engine.weights.store import ModelStore
+
+__all__ = [
+    "BUILTIN_MODELS",
+    "KNOWN_ARCHITECTURES",
+    "BuiltinModel",
+    "ModelConfig",
+    "ModelFiles",
+    "ModelStore",
+    "NoProgress",
+    "ProgressSink",
+    "Stage",
+    "TensorLocation",
+    "WeightIndex",
+    "open_weights",
+    "tensor_shapes",
+]

@@ -1,0 +1,220 @@
+"""From a body to what is to be done: parsed once, and valid from here on.
+
+Texts become token ids, names become numbers, defaults are filled in, and what can never be served
+is refused. What is left is a `GenerationRequest` for each prompt, and what only the gateway knows:
+stop strings, and how the client wants its answer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.config import GatewayConfig
+from gateway.openai import (
+    CHAT_READER,
+    COMPLETION_READER,
+    ChatBody,
+    GenerationBody,
+    Message,
+    TextPart,
+)
+from gateway.served_model import ServedModel
+from protocol import (
+    GenerationRequest,
+    InvalidRequest,
+    ModelNotFound,
+    PromptTooLong,
+    SamplingParams,
+)
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may fill what is left of the context
+
+TokenIds = tuple[int, ...]
+Prompts = str | tuple[str | int | TokenIds, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One HTTP request, understood."""
+
+    request_id: str
+    created: int  # seconds of the wall clock
+    model: str  # the name that the client used
+    requests: tuple[GenerationRequest, ...]  # one for each choice, in order
+    stop_strings: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What is known of a request before its body is read."""
+
+    request_id: str
+    time: float  # seconds of the wall clock
+
+
+class CallParser:
+    """Parses calls for one model. Raises `InvalidRequest` and `ModelNotFound`, nothing else."""
+
+    def __init__(self, model: ServedModel, config: GatewayConfig) -> None:
+        self._model = model
+        self._config = config
+
+    def completion(self, body: bytes, arrival: Arrival) -> Call:
+        fields = COMPLETION_READER.read(body)
+        self._check_model(fields.model)
+        prompts = self._separate(fields.prompt)
+        token_ids = [self._token_ids(field, prompt) for field, prompt in prompts]
+        max_tokens = [
+            self._max_tokens("max_tokens", fields.max_tokens, len(ids), COMPLETION_MAX_TOKENS)
+            for ids in token_ids
+        ]
+        return self._call(fields, arrival, token_ids, max_tokens)
+
+    def chat(self, body: bytes, arrival: Arrival) -> Call:
+        fields = CHAT_READER.read(body)
+        self._check_model(fields.model)
+        prompt = self._model.chat_template.render([_message(m) for m in fields.messages])
+        token_ids = tuple(self._model.tokenizer.encode(prompt, add_special_tokens=False))
+        self._check_length("messages", token_ids)
+        field, asked = _asked_max_tokens(fields)
+        max_tokens = self._max_tokens(field, asked, len(token_ids), self._model.max_model_len)
+        return self._call(fields, arrival, [token_ids], [max_tokens])
+
+    def _call(
+        self,
+        fields: GenerationBody,
+        arrival: Arrival,
+        prompts: Sequence[TokenIds],
+        max_tokens: Sequence[int],
+    ) -> Call:
+        if fields.stream_options is not None and not fields.stream:
+            raise InvalidRequest("stream_options", "stream_options: only a stream has them")
+        usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
+        stop_strings = self._stop_strings(fields.stop)
+        self._check_vocabulary("stop_token_ids", fields.stop_token_ids)
+        return Call(
+            request_id=arrival.request_id,
+            created=int(arrival.time),
+            model=fields.model,
+            requests=tuple(
+                GenerationRequest(
+                    request_id=f"{arrival.request_id}-{index}",
+                    prompt_token_ids=prompt,
+                    sampling=self._sampling(fields, limit),
+                    arrival_time=arrival.time,
+                    priority=fields.priority,
+                    cache_salt=fields.cache_salt,
+                    session_id=fields.prompt_cache_key or fields.user,
+                )
+                for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
+            ),
+            stop_strings=stop_strings,
+            stream=fields.stream,
+            include_usage=usage,
+            return_token_ids=fields.return_token_ids,
+        )
+
+    def _sampling(self, fields: GenerationBody, max_tokens: int) -> SamplingParams:
+        # A seed is always set: a retry on another node then goes on with the same tokens.
+        seed = secrets.randbits(63) if fields.seed is None else fields.seed % 2**63
+        return SamplingParams(
+            temperature=fields.temperature,
+            top_k=max(0, fields.top_k),
+            top_p=fields.top_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop_token_ids=fields.stop_token_ids,
+            eos_token_ids=() if fields.ignore_eos else self._model.tokenizer.eos_token_ids,
+        )
+
+    def _check_model(self, name: str) -> None:
+        if name not in self._model.names:
+            raise ModelNotFound(name, self._model.names)
+
+    def _separate(self, prompt: Prompts) -> list[tuple[str, str | TokenIds]]:
+        """Each prompt, with the name of its field."""
+        if isinstance(prompt, str):
+            return [("prompt", prompt)]
+        token_ids = tuple(item for item in prompt if isinstance(item, int))
+        if len(token_ids) == len(prompt):
+            return [("prompt", token_ids)]
+        if token_ids:
+            raise InvalidRequest("prompt", "prompt: token ids and prompts are mixed in one list")
+        limit = self._config.max_prompts_per_request
+        if len(prompt) > limit:
+            raise InvalidRequest("prompt", f"prompt: {len(prompt)} prompts, more than {limit}")
+        prompts = [item for item in prompt if not isinstance(item, int)]
+        return [(f"prompt[{index}]", item) for index, item in enumerate(prompts)]
+
+    def _token_ids(self, field: str, prompt: str | TokenIds) -> TokenIds:
+        if not prompt:  # a text could still get a BOS, but there is nothing to go on from
+            raise InvalidRequest(field, f"{field}: the prompt is empty")
+        if isinstance(prompt, str):
+            prompt = tuple(self._model.tokenizer.encode(prompt, add_special_tokens=True))
+        self._check_vocabulary(field, prompt)
+        self._check_length(field, prompt)
+        return prompt
+
+    def _check_vocabulary(self, field: str, token_ids: TokenIds) -> None:
+        size = self._model.tokenizer.vocab_size
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
+            return
+        at, unknown = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < size)
+        field = f"{field}[{at}]"
+        message = f"{field}: token id {unknown} is not in the vocabulary of {size} tokens"
+        raise InvalidRequest(field, message)
+
+    def _check_length(self, field: str, token_ids: TokenIds) -> None:
+        limit = self._model.max_model_len
+        if not token_ids:
+            raise InvalidRequest(field, f"{field}: the prompt is empty")
+        if len(token_ids) >= limit:
+            what = f"the model's maximum length of {limit}, with at least one token of output,"
+            raise PromptTooLong(field, len(token_ids), limit - 1, what)
+
+    def _max_tokens(self, field: str, asked: int | None, num_prompt: int, default: int) -> int:
+        limit = self._model.max_model_len
+        if asked is None:
+            return min(default, limit - num_prompt)
+        if num_prompt + asked > limit:
+            raise InvalidRequest(
+                field,
+                f"{field}: the model's maximum length is {limit} tokens, but the prompt has"
+                f" {num_prompt} and {asked} are to follow, {num_prompt + asked} together",
+            )
+        return asked
+
+    def _stop_strings(self, stop: str | tuple[str, ...]) -> tuple[str, ...]:
+        stop_strings = (stop,) if isinstance(stop, str) else stop
+        limit = self._config.max_stop_strings
+        if len(stop_strings) > limit:
+            raise InvalidRequest("stop", f"stop: {len(stop_strings)} strings, more than {limit}")
+        return stop_strings
+
+
+def _message(message: Message) -> dict[str, str | None]:
+    """As chat templates want it. OpenAI calls newer models' system messages `developer`."""
+    return {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(message.content),
+        "name": message.name,
+    }
+
+
+def _text(content: str | tuple[TextPart, ...]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _asked_max_tokens(fields: ChatBody) -> tuple[str, int | None]:
+    """OpenAI's newer name and the older one, which may both be there if they agree."""
+    newer, older = fields.max_completion_tokens, fields.max_tokens
+    if newer is None:
+        return "max_tokens", older
+    if older not in (None, newer):
+        raise InvalidRequest("max_tokens", "max_tokens and max_completion_tokens disagree")
+    return "max_completion_tokens", newer

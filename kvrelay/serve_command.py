@@ -1,0 +1,92 @@
+"""`kvrelay serve`: from a model's name to a server that answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster import LocalCluster, LocalConfig, ServeConfig
+from cluster.server import bind, make_cluster, serve
+from engine.weights import ModelFiles, ModelStore
+from gateway import GatewayConfig
+from kvrelay.progress import ProgressBars
+from kvrelay.sizes import format_size
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """All that the user asked for, valid on its own."""
+
+    serve: ServeConfig
+    local: LocalConfig
+    gateway: GatewayConfig
+    console: Console
+
+    def run(self) -> None:
+        """Serve until a signal.
+
+        Raises:
+            ConfigError: a setting does not go with this machine or this model.
+            ModelError: the model is unknown or broken.
+        """
+        began = time.monotonic()
+        with bind(self.serve) as listener:
+            port = listener.getsockname()[1]
+            files = resolve_model(self.serve, self.console)
+            self.console.print(f"[bold]model[/bold]    {_describe_model(files)}")
+            cluster = make_cluster(files, self.local)
+            self.console.print(_node_table(cluster))
+
+            def on_ready() -> None:
+                took = time.monotonic() - began
+                self.console.print(
+                    f"[bold green]ready[/bold green]    http://{_url_host(self.serve.host)}:{port}"
+                    f"/v1   (after {took:.1f} s; Ctrl-C stops)",
+                    soft_wrap=True,
+                )
+
+            asyncio.run(serve(cluster, listener, self.gateway, on_ready))
+        self.console.print("stopped")
+
+
+def resolve_model(config: ServeConfig, console: Console) -> ModelFiles:
+    """Find the model; fetch and convert it if that was never done."""
+    with ProgressBars(console) as progress:
+        return ModelStore(config.cache_dir).resolve(config.model, progress=progress)
+
+
+def _describe_model(files: ModelFiles) -> str:
+    model = files.config
+    return (
+        f"{files.name}: {model.num_layers} layers, {model.num_attention_heads} heads, "
+        f"{model.num_kv_heads} KV heads, float32"
+    )
+
+
+def _node_table(cluster: LocalCluster) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = ("node", "role", "KV blocks", "KV tokens", "KV memory", "step", "seats", "longest")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("node", "role") else "right")
+    bytes_per_block = cluster.config.kv_cache(cluster.files.config).bytes_per_block
+    for node in cluster.nodes:
+        info = node.info
+        table.add_row(
+            info.node_id,
+            info.role,
+            f"{info.num_blocks} x {info.block_size}",
+            str(info.num_blocks * info.block_size),
+            format_size(info.num_blocks * bytes_per_block),
+            f"{info.max_num_batched_tokens} tokens",
+            str(info.max_num_seqs),
+            f"{info.max_model_len} tokens",
+        )
+    return table
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

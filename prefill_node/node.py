@@ -1,0 +1,147 @@
+"""Computes prompts, samples the first token, and pushes the KV to a decode node.
+
+    job ─► scheduler ─► chunks ─► first token to the caller at once
+              │            └──► finished blocks travel while the next chunk runs
+              └── PrefillStarted to D ……… Destination ……… Commit
+
+The request ends here with its first token. Its blocks stay pinned until D has them, unless another
+request lacks blocks: then the youngest pin that D has not reserved for is given up, and computed
+again (mostly from cache) once D has room. So nobody here waits for D, and no circle can close.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine import ActiveJob, EngineHost, LocalNode
+from kv_transfer import (
+    EventKind,
+    HandoffConnector,
+    HandoffEvent,
+    LayoutMismatch,
+    PeerUnreachable,
+    Reason,
+)
+from protocol import (
+    FinishReason,
+    PrefillJob,
+    TransferCounts,
+    TransferFailed,
+)
+from scheduler import Request, RequestUpdate
+
+
+class PrefillRole:
+    """What a prefill node does on its engine's thread."""
+
+    def __init__(self, host: EngineHost, connector: HandoffConnector) -> None:
+        self._host = host
+        self._connector = connector
+
+    def accept(self, job: PrefillJob) -> None:
+        active = ActiveJob(job)
+        self._host.add_job(active)
+        if job.decode_endpoint is not None:
+            try:
+                self._connector.add_source(
+                    job.ticket, job.decode_endpoint, job.request.arrival_time
+                )
+            except (PeerUnreachable, LayoutMismatch) as error:
+                retryable = isinstance(error, PeerUnreachable)
+                self._host.fail_job(active, error, retryable=retryable)
+                return
+        self._host.add_request(self._make_request(active))
+
+    @staticmethod
+    def _make_request(active: ActiveJob) -> Request:
+        """The request as this node sees it: it ends with the next token."""
+        sampling, last = active.job.request.sampling, len(active.job.emitted) + 1
+        return active.make_request(
+            msgspec.structs.replace(
+                sampling, max_tokens=last, min_tokens=min(sampling.min_tokens, last)
+            )
+        )
+
+    # ------------------------------------------------------------------ RolePolicy
+
+    def act(self) -> None:
+        for event in self._connector.take_events():
+            active = self._host.jobs.get(event.request_id)
+            if active is not None:
+                self._on_event(active, event)
+
+    def must_act(self) -> bool:
+        return self._connector.has_events
+
+    def _on_event(self, active: ActiveJob, event: HandoffEvent) -> None:
+        timeline = active.timeline
+        match event.kind:
+            case EventKind.PUSHED:
+                timeline.first_block_pushed = timeline.first_block_pushed or self._host.now
+                timeline.last_block_pushed = self._host.now
+            case EventKind.RECOMPUTE:
+                self._host.add_request(self._make_request(active))
+            case EventKind.SENT:
+                self._on_sent(active, event.reason)
+
+    def _on_sent(self, active: ActiveJob, reason: Reason | None) -> None:
+        """The hand-off is over: D has the word now, or somebody has to try again."""
+        if reason is not None:
+            self._host.fail_job(active, TransferFailed(reason), retryable=True)
+            return
+        self._host.emit(active, active.delta(handed_off=True))
+        self._host.end_job(active)
+
+    @staticmethod
+    def _has_told(active: ActiveJob) -> bool:
+        """Whether the caller has its first token already."""
+        return active.position > len(active.job.emitted)
+
+    def on_started(self, job: ActiveJob) -> None:
+        job.timeline.prefill_started = job.timeline.prefill_started or self._host.now
+
+    def on_update(self, job: ActiveJob, update: RequestUpdate) -> None:
+        if self._has_told(job):
+            return  # computed a second time for its KV; the token is known
+        job.timeline.prefill_finished = self._host.now
+        reason = update.request.finish_reason
+        goes_on = reason is FinishReason.LENGTH and self._is_handed_off(job)
+        self._host.emit(
+            job,
+            job.delta(
+                update.new_token_ids,
+                finish_reason=None if goes_on else reason,
+                stop_token_id=update.request.stop_token_id,
+            ),
+        )
+        if not goes_on:
+            self._host.end_job(job)
+
+    @staticmethod
+    def _is_handed_off(job: ActiveJob) -> bool:
+        assert isinstance(job.job, PrefillJob)
+        return job.job.decode_endpoint is not None
+
+    def on_cancel(self, job: ActiveJob) -> None:
+        self._connector.abandon_source(job.key)
+
+    def num_intake(self) -> int:
+        return 0
+
+    def next_deadline(self) -> float | None:
+        return self._connector.next_deadline()
+
+    def transfers(self) -> TransferCounts:
+        return self._connector.counts()
+
+
+class LocalPrefillNode(LocalNode):
+    """A prefill node in this process (`protocol.PrefillNode`)."""
+
+    def __init__(self, host: EngineHost, connector: HandoffConnector) -> None:
+        self._role = PrefillRole(host, connector)
+        super().__init__(host, self._role)
+
+    async def prefill(self, job: PrefillJob) -> None:
+        """Raises NodeLost, Overloaded or PromptTooLong, as `EngineHost.submit` does."""
+        self.host.submit(job, self._role.accept)

@@ -1,0 +1,69 @@
+"""The settings of a router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How requests are admitted and placed.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    policy: str = "kv_aware"
+
+    # Admission. A limit is on what all nodes together have in hand.
+    max_inflight_requests: int = 1024
+    max_queued_tokens: int = 1_048_576  # prompt tokens admitted, first token not yet seen
+    max_predicted_ttft_s: float | None = None  # the SLO; None: no request is refused for it
+
+    # Conditional disaggregation: a prompt of which the decode node would have to compute at most
+    # this many tokens skips the prefill node. 0: never.
+    local_prefill_max_tokens: int = 0
+
+    # Prediction.
+    default_prefill_tokens_per_s: float = 1000.0  # until any node has measured its own
+    transfer_tokens_per_s: float = 100_000.0
+    handoff_latency_s: float = 0.002  # of a hand-off, however short
+    output_headroom_tokens: int = 256  # a decode node should have room for, beyond the prompt
+    decode_transfer_weight: float = 0.5  # of tokens to transfer, against batch and KV usage
+
+    # What happens to an attempt that fails.
+    max_attempts: int = 3
+    retry_backoff_s: float = 0.05  # before the second attempt; doubled before each later one
+    stall_timeout_s: float = 600.0  # without a token, before a request is given up
+
+    # Prefix index.
+    max_index_entries: int = 1_000_000  # (node, block) pairs, about half a KB each
+
+    def __post_init__(self) -> None:
+        self._at_least("max_inflight_requests", self.max_inflight_requests, 1)
+        self._at_least("max_queued_tokens", self.max_queued_tokens, 1)
+        if self.max_predicted_ttft_s is not None:
+            self._above_zero("max_predicted_ttft_s", self.max_predicted_ttft_s)
+        self._at_least("local_prefill_max_tokens", self.local_prefill_max_tokens, 0)
+        self._above_zero("default_prefill_tokens_per_s", self.default_prefill_tokens_per_s)
+        self._above_zero("transfer_tokens_per_s", self.transfer_tokens_per_s)
+        self._at_least("handoff_latency_s", self.handoff_latency_s, 0)
+        self._at_least("output_headroom_tokens", self.output_headroom_tokens, 1)
+        self._at_least("decode_transfer_weight", self.decode_transfer_weight, 0)
+        self._at_least("max_attempts", self.max_attempts, 1)
+        self._at_least("retry_backoff_s", self.retry_backoff_s, 0)
+        self._above_zero("stall_timeout_s", self.stall_timeout_s)
+        self._at_least("max_index_entries", self.max_index_entries, 1)
+
+    # `not (a >= b)` also refuses NaN.
+    @staticmethod
+    def _at_least(field: str, value: float, limit: int) -> None:
+        if not value >= limit:
+            raise ConfigError(field, f"must be at least {limit}, not {value}")
+
+    @staticmethod
+    def _above_zero(field: str, value: float) -> None:
+        if not value > 0:
+            raise ConfigError(field, f"must be above 0, not {value}")

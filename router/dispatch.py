@@ -1,0 +1,359 @@
+"""Sends requests to nodes, and is the one owner of their token logs.
+
+    submit ─► policy ─► admission ─► PrefillJob to P and DecodeJob to D, at the same time
+                                        deltas of both ─► Flight ─► client
+    an attempt fails ─► the next one, elsewhere, with prompt + emitted tokens
+    the client leaves ─► cancel on all nodes
+
+Lives in one event loop; nothing here waits for a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+from directory import Directory
+from protocol import (
+    ClusterStatus,
+    DecodeJob,
+    DecodeNode,
+    Delta,
+    Failure,
+    GenerationRequest,
+    KvrelayError,
+    Node,
+    NodeLost,
+    NodeReport,
+    NodeStatus,
+    NoHealthyNode,
+    PrefillJob,
+    PrefillNode,
+    RequestFailed,
+    TokenStream,
+)
+from router.admission import Admission
+from router.cluster_view import ClusterView
+from router.config import RouterConfig
+from router.decision import RoutingDecision
+from router.facts import RequestFacts
+from router.flight import Flight
+from router.policies import get_policy
+
+logger = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 10.0  # a node takes a job, or says no, within this
+
+
+class Dispatcher:
+    """The `Backend` of a gateway: routes requests over the nodes that it is given."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        fingerprint: str,
+        prefill_nodes: Iterable[PrefillNode],
+        decode_nodes: Iterable[DecodeNode],
+        config: RouterConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config or RouterConfig()
+        self._policy = get_policy(self._config.policy)
+        self._cluster = ClusterView(directory, fingerprint, self._config)
+        self._admission = Admission(self._config)
+        self._clock = clock
+        self._caller = f"router-{uuid.uuid4().hex[:12]}"
+        self._prefill_nodes = {node.info.node_id: node for node in prefill_nodes}
+        self._decode_nodes = {node.info.node_id: node for node in decode_nodes}
+        self._flights: dict[str, Flight] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._snapshots_under_way: set[str] = set()
+        self._decisions: Counter[str] = Counter()
+        self._retries: Counter[str] = Counter()
+        self._rejected: Counter[str] = Counter()
+
+    @property
+    def _nodes(self) -> Mapping[str, Node]:
+        return {**self._prefill_nodes, **self._decode_nodes}
+
+    async def start(self) -> None:
+        """Listen to all nodes, and learn what they have cached."""
+        for node_id, node in self._nodes.items():
+            self._spawn(self._listen(node_id, node))
+        self._cluster.refresh()
+        self._ask_snapshots()
+
+    async def stop(self) -> None:
+        """Abort what is under way and stop listening."""
+        for flight in list(self._flights.values()):
+            await self._abandon(flight)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._cluster.close()
+
+    # ------------------------------------------------------------------ Backend
+
+    async def submit(self, request: GenerationRequest) -> TokenStream:
+        """Admit the request and start its first attempt.
+
+        Raises:
+            PromptTooLong: no node could ever hold it.
+            Overloaded: too much is queued already.
+            NoHealthyNode: there is none for a role that is needed.
+        """
+        try:
+            decision = self._decide(self._cluster.facts(request))
+            flight = self._admit(request, decision)
+            await self._start_first(flight, decision)
+        except KvrelayError as error:
+            self._rejected[error.label] += 1
+            raise
+        return flight
+
+    async def _start_first(self, flight: Flight, decision: RoutingDecision) -> None:
+        started = False
+        try:
+            await self._start_attempt(flight, decision)
+            started = True
+        finally:
+            if not started:  # refused by a node, or our caller was cancelled
+                self._spawn(self._end(flight))
+
+    async def status(self) -> ClusterStatus:
+        reports = await asyncio.gather(*map(self._report, self._nodes.values()))
+        return ClusterStatus(
+            nodes=tuple(reports),
+            num_requests=len(self._flights),
+            decisions=dict(self._decisions),
+            retries=dict(self._retries),
+            rejected=dict(self._rejected),
+        )
+
+    async def _report(self, node: Node) -> NodeReport:
+        status: NodeStatus | None = None
+        try:
+            status = await asyncio.wait_for(node.status(), _CALL_TIMEOUT_S)
+        except (TimeoutError, KvrelayError) as error:
+            logger.warning("no status of %s: %r", node.info.node_id, error)
+        return NodeReport(node.info, status)
+
+    # ------------------------------------------------------------------ an attempt
+
+    def _decide(self, facts: RequestFacts) -> RoutingDecision:
+        decision = self._policy(facts, self._cluster.look())
+        self._ask_snapshots()
+        self._decisions[decision.kind] += 1
+        logger.debug("%s", decision.explain())
+        return decision
+
+    def _admit(self, request: GenerationRequest, decision: RoutingDecision) -> Flight:
+        lease = self._admission.admit(
+            len(request.prompt_token_ids), predicted_ttft_s=decision.predicted_ttft_s
+        )
+        flight = Flight(request, lease, self._abandon, self._config.stall_timeout_s)
+        flight.timeline.admitted = self._clock()
+        assert request.request_id not in self._flights, f"{request.request_id} is used twice"
+        self._flights[request.request_id] = flight
+        return flight
+
+    async def _start_attempt(self, flight: Flight, decision: RoutingDecision) -> None:
+        """Send the jobs. If a node does not take its job, nobody keeps one, and that is raised."""
+        flight.timeline.routed = self._clock()
+        self._cluster.load.sent(flight.ticket, decision.loads)
+        calls = self._job_calls(flight, decision)
+        flight.open_nodes = set(calls)
+        results = await asyncio.gather(
+            *(self._send(flight, node_id, call) for node_id, call in calls.items()),
+            return_exceptions=True,
+        )
+        errors = [error for error in results if isinstance(error, BaseException)]
+        if errors or flight.ended:
+            await self._leave_nodes(flight)
+        if errors:
+            raise errors[0]
+
+    def _job_calls(
+        self, flight: Flight, decision: RoutingDecision
+    ) -> dict[str, Callable[[], Awaitable[None]]]:
+        """What to call on each node of the decision."""
+        request, emitted = flight.request, tuple(flight.log.emitted)
+        decode = self._decode_nodes[decision.decode_node_id]
+        prefill = (
+            None
+            if decision.prefill_node_id is None
+            else self._prefill_nodes[decision.prefill_node_id]
+        )
+        # The first token may be all there is; then no decode node is bothered.
+        decodes = prefill is None or request.sampling.max_tokens - len(emitted) > 1
+        calls: dict[str, Callable[[], Awaitable[None]]] = {}
+        if prefill is not None:
+            prefill_job = PrefillJob(
+                request=request,
+                caller=self._caller,
+                attempt=flight.attempt,
+                emitted=emitted,
+                decode_endpoint=decode.info.endpoint if decodes else None,
+            )
+            calls[prefill.info.node_id] = lambda: prefill.prefill(prefill_job)
+        if decodes:
+            decode_job = DecodeJob(
+                request=request,
+                caller=self._caller,
+                attempt=flight.attempt,
+                emitted=emitted,
+                prefill_endpoint=None if prefill is None else prefill.info.endpoint,
+            )
+            calls[decode.info.node_id] = lambda: decode.decode(decode_job)
+        return calls
+
+    async def _send(
+        self, flight: Flight, node_id: str, call: Callable[[], Awaitable[None]]
+    ) -> None:
+        ticket = flight.ticket
+        try:
+            await asyncio.wait_for(call(), _CALL_TIMEOUT_S)
+        except TimeoutError:
+            raise NodeLost(f"node {node_id} did not answer within {_CALL_TIMEOUT_S:g} s") from None
+        self._cluster.load.taken(ticket, node_id)
+
+    async def _retry(self, flight: Flight, failure: Failure) -> None:
+        """Attempts after the first, until one has started or there have been too many."""
+        error: KvrelayError = RequestFailed(failure.message)
+        label = failure.label
+        while flight.attempt < self._config.max_attempts:
+            self._retries[label] += 1
+            await asyncio.sleep(self._config.retry_backoff_s * 2 ** (flight.attempt - 1))
+            if flight.ended:
+                return
+            try:
+                await self._start_attempt(flight, self._decide_again(flight))
+            except KvrelayError as refused:
+                error, label = refused, refused.label
+                flight.next_attempt()
+                continue
+            return
+        flight.fail(error)
+        await self._end(flight)
+
+    async def _retry_after(self, flight: Flight, failure: Failure, nodes: set[str]) -> None:
+        await self._cancel(flight.request_id, nodes)
+        await self._retry(flight, failure)
+
+    async def _leave_nodes(self, flight: Flight) -> None:
+        """The current attempt is over on all nodes."""
+        self._cluster.load.ended(flight.ticket)
+        nodes, flight.open_nodes = flight.open_nodes, set()
+        await self._cancel(flight.request_id, nodes)
+
+    def _decide_again(self, flight: Flight) -> RoutingDecision:
+        """Elsewhere if possible."""
+        emitted = flight.log.emitted
+        avoid = frozenset(flight.failed_nodes)
+        try:
+            return self._decide(self._cluster.facts(flight.request, emitted, avoid))
+        except NoHealthyNode:
+            return self._decide(self._cluster.facts(flight.request, emitted))
+
+    async def _abandon(self, flight: Flight) -> None:
+        """The client wants no more of it."""
+        flight.abort()
+        await self._end(flight)
+
+    async def _end(self, flight: Flight) -> None:
+        """Free everything that the flight holds, here and on nodes. Harmless when repeated."""
+        if self._flights.pop(flight.request_id, None) is None:
+            return
+        flight.lease.release()
+        await self._leave_nodes(flight)
+
+    async def _cancel(self, request_id: str, node_ids: Iterable[str]) -> None:
+        """A node that does not answer notices by itself that nobody listens."""
+        await asyncio.gather(*(self._cancel_on(node_id, request_id) for node_id in node_ids))
+
+    async def _cancel_on(self, node_id: str, request_id: str) -> None:
+        try:
+            await asyncio.wait_for(self._nodes[node_id].cancel(request_id), _CALL_TIMEOUT_S)
+        except (TimeoutError, KvrelayError) as error:
+            logger.warning("could not cancel %s on %s: %r", request_id, node_id, error)
+
+    # ------------------------------------------------------------------ what nodes say
+
+    async def _listen(self, node_id: str, node: Node) -> None:
+        async for batch in node.outputs(self._caller):
+            for delta in batch.deltas:
+                self._take(node_id, delta)
+        logger.warning("node %s is lost", node_id)
+        lost = Failure(NodeLost.label, f"node {node_id} stopped", retryable=True)
+        for flight in [f for f in self._flights.values() if node_id in f.open_nodes]:
+            self._fail_attempt(flight, node_id, lost)
+
+    def _take(self, node_id: str, delta: Delta) -> None:
+        flight = self._flights.get(delta.request_id)
+        if flight is None or delta.attempt != flight.attempt or flight.ended:
+            return  # stale
+        if delta.failure is not None:
+            flight.open_nodes.discard(node_id)
+            self._fail_attempt(flight, node_id, delta.failure)
+            return
+        if delta.handed_off or delta.finish_reason is not None:
+            flight.open_nodes.discard(node_id)
+        self._note_tokens(flight, delta)
+        if flight.take(delta):
+            flight.timeline.finished = self._clock()
+            self._spawn(self._end(flight))
+
+    def _note_tokens(self, flight: Flight, delta: Delta) -> None:
+        if not delta.token_ids:
+            return
+        now = self._clock()
+        if flight.timeline.first_token is None:
+            flight.timeline.first_token = now
+            flight.lease.first_token()
+        self._cluster.load.first_token(flight.ticket)
+        flight.timeline.last_token = now
+
+    def _fail_attempt(self, flight: Flight, node_id: str, failure: Failure) -> None:
+        logger.info("attempt %s failed on %s: %s", flight.ticket, node_id, failure.message)
+        flight.failed_nodes.add(node_id)
+        if failure.retryable:
+            self._cluster.load.ended(flight.ticket)
+            nodes = flight.open_nodes - {node_id}
+            flight.next_attempt()  # at once: what the old attempt says from now on is stale
+            self._spawn(self._retry_after(flight, failure, nodes))
+        else:
+            flight.fail(RequestFailed(failure.message))
+            self._spawn(self._end(flight))
+
+    # ------------------------------------------------------------------ in the background
+
+    def _ask_snapshots(self) -> None:
+        for node_id in self._cluster.index.needs_snapshot() - self._snapshots_under_way:
+            if node_id in self._nodes:
+                self._snapshots_under_way.add(node_id)
+                self._spawn(self._take_snapshot(node_id))
+
+    async def _take_snapshot(self, node_id: str) -> None:
+        try:
+            snapshot = await self._nodes[node_id].snapshot()
+        except (TimeoutError, KvrelayError) as error:
+            logger.warning("no cache snapshot of %s: %r", node_id, error)
+        else:
+            self._cluster.index.apply_snapshot(snapshot)
+        finally:
+            self._snapshots_under_way.discard(node_id)
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget_task)
+
+    def _forget_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a background task failed", exc_info=task.exception())

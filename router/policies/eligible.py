@@ -1,0 +1,103 @@
+"""Which nodes may serve a request at all, before any policy has a preference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from protocol import NoHealthyNode, PromptTooLong, Role
+from router.decision import Candidate
+from router.facts import RequestFacts
+from router.prediction import Prediction
+from router.view import NodeView, RouterView
+
+
+@dataclass(frozen=True)
+class Eligible:
+    """The nodes to choose from, each kind ordered by id."""
+
+    prefill: tuple[NodeView, ...]
+    decode: tuple[NodeView, ...]
+    unified: tuple[NodeView, ...]
+    partners: Mapping[str, tuple[NodeView, ...]]  # by decode node; none: it needs no prefill node
+    excluded: tuple[Candidate, ...]
+
+
+def can_hand_off(prefill: NodeView, decode: NodeView) -> bool:
+    """Whether the transports and the blocks of the two nodes are of the same kind."""
+    return (
+        _scheme(prefill.info.endpoint) == _scheme(decode.info.endpoint)
+        and prefill.info.block_size == decode.info.block_size
+    )
+
+
+def find_eligible(facts: RequestFacts, view: RouterView, prediction: Prediction) -> Eligible:
+    """Sort out the nodes that cannot serve the request, each with its reason.
+
+    Raises:
+        NoHealthyNode: none is left that could; names the missing role.
+        PromptTooLong: no node of that role, healthy or not, could ever hold it.
+    """
+    nodes = sorted(view.nodes, key=lambda node: node.node_id)
+    reasons = {node.node_id: _why_not(node, facts, view) for node in nodes}
+
+    def left(role: Role) -> tuple[NodeView, ...]:
+        return tuple(n for n in nodes if n.info.role is role and reasons[n.node_id] is None)
+
+    prefill, decode = left(Role.PREFILL), left(Role.DECODE)
+    partners: dict[str, tuple[NodeView, ...]] = {}
+    for node in decode:
+        able = tuple(candidate for candidate in prefill if can_hand_off(candidate, node))
+        if prediction.skips_prefill(node):
+            partners[node.node_id] = ()
+        elif able:
+            partners[node.node_id] = able
+        else:
+            reasons[node.node_id] = "no prefill node can hand off to it"
+    if not partners and not left(Role.UNIFIED):
+        raise _nobody(facts, view, Role.PREFILL if decode else Role.DECODE, reasons)
+    excluded = tuple(
+        Candidate(node.node_id, node.info.role, excluded=reasons[node.node_id])
+        for node in nodes
+        if reasons[node.node_id] is not None
+    )
+    return Eligible(prefill, left(Role.DECODE), left(Role.UNIFIED), partners, excluded)
+
+
+def _why_not(node: NodeView, facts: RequestFacts, view: RouterView) -> str | None:
+    if node.info.fingerprint != view.fingerprint:
+        return "another fingerprint: it serves another model"
+    if not node.alive:
+        return "its heartbeats stopped"
+    if node.status is None:
+        return "no status yet"
+    if not node.status.healthy:
+        return "unhealthy"
+    if node.status.draining:
+        return "draining"
+    if node.node_id in facts.avoid:
+        return "failed this request before"
+    if facts.num_tokens > node.max_request_tokens:
+        return f"holds at most {node.max_request_tokens} tokens"
+    return None
+
+
+def _nobody(
+    facts: RequestFacts, view: RouterView, role: Role, reasons: Mapping[str, str | None]
+) -> NoHealthyNode | PromptTooLong:
+    """The error that says why `role` cannot be filled; a unified node could have stood in."""
+    nodes = [node for node in view.nodes if node.info.role in (role, Role.UNIFIED)]
+    if nodes and all(node.info.role is Role.UNIFIED for node in view.nodes):
+        role = Role.UNIFIED
+    limits = [n.max_request_tokens for n in nodes if n.info.fingerprint == view.fingerprint]
+    if limits and facts.num_tokens > max(limits):
+        return PromptTooLong("prompt", facts.num_tokens, max(limits), "the largest node")
+    causes = "; ".join(
+        f"{node.node_id}: {reasons[node.node_id] or 'can hand off to no decode node'}"
+        for node in nodes
+    )
+    return NoHealthyNode(f"no healthy {role} node for this request ({causes or 'none is known'})")
+
+
+def _scheme(endpoint: str) -> str:
+    return endpoint.partition(":")[0]

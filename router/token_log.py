@@ -1,0 +1,40 @@
+"""The output tokens of one request: in order, none missing, none twice.
+
+Deltas come from several nodes and may overtake each other. Each says at which output position its
+first token belongs:
+
+    emitted   t0 t1 t2 | next position = 3
+    delta     position 3: appended        position 4: kept until 3 has come
+              position 2: its first token is known, the rest is appended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protocol import Delta
+
+
+class TokenLog:
+    """What the client has, or will have next."""
+
+    def __init__(self) -> None:
+        self.emitted: list[int] = []
+        self._ahead: dict[int, Delta] = {}
+
+    def add(self, delta: Delta) -> Sequence[Delta]:
+        """The deltas that are due by now, in order; this one comes later if it is too early."""
+        self._ahead[delta.position] = delta
+        due = []
+        while (ready := self._take_ready()) is not None:
+            self.emitted.extend(ready.token_ids[len(self.emitted) - ready.position :])
+            due.append(ready)
+        return due
+
+    def forget_ahead(self) -> None:
+        """The attempt is over: what is not in order yet will be made again."""
+        self._ahead.clear()
+
+    def _take_ready(self) -> Delta | None:
+        positions = [position for position in self._ahead if position <= len(self.emitted)]
+        return self._ahead.pop(min(positions)) if positions else None

@@ -1,0 +1,44 @@
+"""What the engine's tests share: a tiny model, in our code and in transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.models import CausalLM, load_model
+from tests.engine.tiny import tiny_model_dir
+
+Reference = Callable[[list[int]], Tensor]
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("tiny"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_dir: Path) -> CausalLM:
+    return load_model(tiny_dir)
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_dir: Path) -> Reference:
+    """Logits `[num_tokens, vocab_size]` of a whole sequence, computed by transformers."""
+    return reference_for(tiny_dir)
+
+
+def reference_for(directory: Path) -> Reference:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def logits(token_ids: list[int]) -> Tensor:
+        result: Tensor = model(torch.tensor([token_ids])).logits[0]
+        return result
+
+    return logits

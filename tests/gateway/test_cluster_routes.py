@@ -1,0 +1,90 @@
+"""What probes, scrapers and operators are told about the cluster."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol import Role
+from tests.gateway.gateway_under_test import Gateway
+from tests.gateway.scripted_backend import ScriptedBackend
+from tests.telemetry.cluster_status import NodeSketch, cluster_status
+
+PREFILL, DECODE, UNIFIED = Role.PREFILL, Role.DECODE, Role.UNIFIED
+
+
+def gateway_with(directory: Path, *nodes: NodeSketch) -> Gateway:
+    return Gateway(ScriptedBackend(status=cluster_status(*nodes)), directory)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "status"),
+    [
+        ([], 503),
+        ([NodeSketch("p", PREFILL)], 503),
+        ([NodeSketch("d", DECODE)], 503),
+        ([NodeSketch("p", PREFILL), NodeSketch("d", DECODE)], 200),
+        ([NodeSketch("p", PREFILL), NodeSketch("d", DECODE, healthy=False)], 503),
+        ([NodeSketch("p", PREFILL), NodeSketch("d", DECODE, draining=True)], 503),
+        ([NodeSketch("p", PREFILL, answers=False), NodeSketch("d", DECODE)], 503),
+        ([NodeSketch("u", UNIFIED)], 200),
+        ([NodeSketch("u", UNIFIED, healthy=False)], 503),
+        ([NodeSketch("u", UNIFIED), NodeSketch("d", DECODE, healthy=False)], 200),
+    ],
+)
+async def test_health(tmp_path: Path, nodes: list[NodeSketch], status: int) -> None:
+    async with gateway_with(tmp_path, *nodes).client() as client:
+        response = await client.get("/health")
+    assert response.status_code == status
+    assert response.json()["status"] == ("ok" if status == 200 else "unavailable")
+
+
+async def test_health_counts_nodes_by_role(tmp_path: Path) -> None:
+    nodes = (
+        NodeSketch("p0", PREFILL),
+        NodeSketch("p1", PREFILL, answers=False),
+        NodeSketch("d0", DECODE),
+    )
+    async with gateway_with(tmp_path, *nodes).client() as client:
+        roles = (await client.get("/health")).json()["roles"]
+    assert roles == {"prefill": {"healthy": 1, "known": 2}, "decode": {"healthy": 1, "known": 1}}
+
+
+async def test_the_cluster(tmp_path: Path) -> None:
+    gateway = gateway_with(
+        tmp_path, NodeSketch("p0", PREFILL), NodeSketch("d0", DECODE, answers=False)
+    )
+    async with gateway.client() as client:
+        shown = (await client.get("/cluster")).json()
+    status = await gateway.backend.status()
+    node = status.nodes[0].status
+    assert node is not None
+    assert shown["num_requests"] == status.num_requests
+    assert shown["decisions"] == status.decisions
+    assert shown["retries"] == status.retries
+    assert shown["rejected"] == status.rejected
+    prefill, decode = shown["nodes"]
+    assert (prefill["node_id"], prefill["role"], prefill["answered"]) == ("p0", "prefill", True)
+    assert prefill["queues"] == {
+        "running": node.num_running,
+        "waiting": node.num_waiting,
+        "skipped_waiting": node.num_skipped_waiting,
+        "intake": node.num_intake,
+    }
+    blocks = prefill["blocks"]
+    assert set(blocks) == {"total", "free", "cached", "used", "quarantined"}
+    assert blocks["quarantined"] == node.blocks.quarantined
+    assert prefill["transfers"]["bytes"] == node.transfers.bytes
+    assert prefill["endpoint"] == "memory://p0"
+    assert decode["answered"] is False
+    assert "blocks" not in decode
+
+
+async def test_metrics(tmp_path: Path) -> None:
+    gateway = gateway_with(tmp_path, NodeSketch("p0", PREFILL))
+    async with gateway.client() as client:
+        response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    node = (await gateway.backend.status()).nodes[0].status
+    assert node is not None
+    line = f'kvrelay_kv_transfer_blocks_total{{node="p0",role="prefill"}} {node.transfers.blocks}.0'
+    assert line in response.text.splitlines()
