@@ -36,3 +36,5 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T,
         for future in waiting:
             future.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+        for source in sources:  # one whose next step was cancelled before it began has not ended
+            await source.aclose()

@@ -79,7 +79,6 @@ class MemoryTransport:
         self.pool = pool
         self._on_activity = on_activity
         self._hub.add(self)
-        self._copier.start()
 
     def peer_layout(self, peer: str) -> BlockLayout:
         return self._hub.find(peer).pool.layout
@@ -91,6 +90,8 @@ class MemoryTransport:
     def write(
         self, peer: str, ticket: HandoffTicket, blocks: Sequence[tuple[int, int]]
     ) -> MemoryWrite:
+        if self._copier.ident is None:  # a node that only receives needs no copier
+            self._copier.start()
         write = MemoryWrite(peer, ticket, blocks)
         self._pending.put(write)
         return write

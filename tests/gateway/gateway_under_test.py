@@ -3,7 +3,8 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,8 +70,7 @@ class Gateway:
             server = Server(uvicorn.Server(config), listener.getsockname()[1])
             serving = asyncio.create_task(server.uvicorn.serve(sockets=[listener]))
             try:
-                while not server.uvicorn.started:
-                    await asyncio.sleep(0.005)
+                await until(lambda: server.uvicorn.started)
                 yield server
             finally:
                 server.uvicorn.should_exit = True
@@ -110,8 +110,9 @@ def events(body: str) -> list[Any]:
     return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
 
 
-async def until(condition: Any, timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     """Wait until `condition()` holds."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
+    deadline = time.perf_counter() + timeout_s
+    while not condition():
+        assert time.perf_counter() < deadline, "it never came to that"
+        await asyncio.sleep(0.005)

@@ -87,7 +87,7 @@ class ScriptedBackend:
 
     def __init__(
         self,
-        script: Script | Callable[[GenerationRequest], Script] = Script(),  # noqa: B008
+        script: Script | Callable[[GenerationRequest], Script] = Script(),
         status: ClusterStatus | None = None,
     ) -> None:
         self._script = script

@@ -156,7 +156,7 @@ async def test_a_stream_says_what_the_whole_answer_says(tmp_path: Path, path: st
     text = "".join(c["text"] if path == COMPLETIONS else c["delta"]["content"] for c in choices)
     assert text == "grüße 🙂 "
     assert text == (whole["text"] if path == COMPLETIONS else whole["message"]["content"])
-    assert sum((c["token_ids"] for c in choices), []) == whole["token_ids"]
+    assert [token for c in choices for token in c["token_ids"]] == whole["token_ids"]
     assert choices[-1]["finish_reason"] == whole["finish_reason"] == "stop"
     assert choices[-1]["stop_reason"] == whole["stop_reason"] == "END"
 
@@ -312,7 +312,7 @@ class TestParameters:
 
     async def test_what_is_given_arrives(self, tmp_path: Path) -> None:
         gateway = gateway_saying("x", tmp_path)
-        given = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": 3}
+        given: Body = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": 3}
         given |= {"stop_token_ids": [4], "priority": -2, "cache_salt": "tenant"}
         await post(gateway, COMPLETIONS, completion(**given, prompt_cache_key="session"))
         (request,) = gateway.backend.requests

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
-import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionAssistantMessageParam
 
 from gateway import GatewayConfig
 from protocol import NodeLost, Overloaded
@@ -35,7 +36,7 @@ async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
         api_key=KEY,
         base_url=f"{server.url}/v1",
         max_retries=0,
-        http_client=httpx.AsyncClient(trust_env=False),
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
     ) as client:
         yield client
 
@@ -78,8 +79,9 @@ async def test_a_chat(client: openai.AsyncOpenAI) -> None:
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "stop"
     assert answer._request_id == answer.id
+    said = cast(ChatCompletionAssistantMessageParam, answer.choices[0].message.model_dump())
     second = await client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "a"}, answer.choices[0].message]
+        model=MODEL, messages=[{"role": "user", "content": "a"}, said]
     )
     assert second.choices[0].message.content == "Grüße 🙂"
 
@@ -105,7 +107,7 @@ async def test_the_synchronous_client(server: Server) -> None:
             api_key=KEY,
             base_url=f"{server.url}/v1",
             max_retries=0,
-            http_client=httpx.Client(trust_env=False),
+            http_client=openai.DefaultHttpxClient(trust_env=False),
         ) as client:
             whole = client.chat.completions.create(
                 model=MODEL, messages=[{"role": "user", "content": "u"}]
@@ -144,10 +146,7 @@ class TestFailureInAStream:
         return Script(failure=NodeLost("gone"), fail_after=2)
 
     async def test_the_client_raises(self, client: openai.AsyncOpenAI) -> None:
-        seen = ""
+        stream = await client.completions.create(model=MODEL, prompt="a", stream=True)
+        assert [(await anext(stream)).choices[0].text for _ in range(2)] == ["h", "e"]
         with pytest.raises(openai.APIError, match="gone"):
-            async for chunk in await client.completions.create(
-                model=MODEL, prompt="a", stream=True
-            ):
-                seen += chunk.choices[0].text
-        assert seen == "he"
+            await anext(stream)

@@ -1,7 +1,7 @@
 """The cut depends on the text alone, and nothing of a stop string is ever shown."""
 
 from collections.abc import Iterable
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -36,7 +36,7 @@ def scanned(pieces: Iterable[str], stop_strings: Iterable[str]) -> tuple[str, st
 
 def split(text: str, cuts: Iterable[int]) -> list[str]:
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+    return [text[begin:end] for begin, end in pairwise(places)]
 
 
 texts = st.text(alphabet="ab\né", max_size=30)

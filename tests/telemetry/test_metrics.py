@@ -111,7 +111,7 @@ def test_gaps_between_tokens() -> None:
 
 
 class TestCluster:
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def found(self) -> Samples:
         return samples(Metrics().exposition(STATUS))
 

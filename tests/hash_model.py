@@ -1,0 +1,173 @@
+"""A model without weights whose tokens depend on every slot of the KV cache that it reads.
+
+    KV of a token     mix(token, position), written into its slot
+    next token        mix over the KV of all slots of the request, read back from its blocks
+
+So one wrong, stale or missing block anywhere changes what comes out, and the right answer can be
+computed without any cache. It runs the whole cluster at thousands of steps a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster import NodeCompute
+from engine import KVCacheConfig
+from engine.weights import ModelConfig, ModelFiles
+from protocol import SamplingParams
+from scheduler import ModelRunnerOutput, NewRequestData, SchedulerOutput
+
+VOCABULARY = 50_000
+EOS = 1  # rare; tests that want it choose a prompt that ends with it
+
+_A, _B, _C = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+Slots = NDArray[np.uint64]
+
+
+def _mix(values: Slots) -> Slots:
+    """SplitMix64's finaliser."""
+    mixed = (values ^ (values >> np.uint64(30))) * _B
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _C
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def kv_of(tokens: Sequence[int], start: int) -> Slots:
+    """What the slots of `tokens` hold, the first of them at position `start`."""
+    positions = np.arange(start, start + len(tokens), dtype=np.uint64)
+    return _mix(np.asarray(tokens, dtype=np.uint64) * _A + positions * _C + _B)
+
+
+def next_token(slots: Slots) -> int:
+    """The token that follows, from the KV of all tokens so far."""
+    weights = np.arange(1, len(slots) + 1, dtype=np.uint64) * _A
+    return int(_mix(_mix(slots + weights).sum(dtype=np.uint64, keepdims=True))[0] % VOCABULARY)
+
+
+def expected_tokens(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    """What an undisturbed run gives."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < sampling.max_tokens:
+        tokens.append(next_token(kv_of(tokens, 0)))
+        if tokens[-1] in sampling.eos_token_ids or tokens[-1] in sampling.stop_token_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class _Known:
+    tokens: list[int]
+    blocks: list[int]
+    computed: int
+
+
+class HashRunner:
+    """A `StepRunner` on a pool of its own. `step_s` lets a step take as long as one would."""
+
+    def __init__(self, kv_cache: KVCacheConfig, step_s: float = 0.0) -> None:
+        self.pool: Slots = np.zeros((kv_cache.num_blocks, kv_cache.block_size), dtype=np.uint64)
+        assert self.pool[0].nbytes == kv_cache.bytes_per_block
+        self.step_s = step_s
+        self._known: dict[str, _Known] = {}
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in (*step.finished_req_ids, *step.preempted_req_ids):
+            self._known.pop(request_id, None)
+        for new in (*step.scheduled_new_reqs, *step.scheduled_resumed_reqs):
+            self._known[new.request_id] = self._know(new)
+        for diff in step.scheduled_cached_reqs:
+            known = self._known[diff.request_id]
+            known.blocks.extend(diff.new_block_ids)
+            known.computed = diff.num_computed_tokens
+        if self.step_s and step.num_scheduled_tokens:
+            time.sleep(self.step_s)
+        for request_id, count in step.num_scheduled_tokens.items():
+            self._write(self._known[request_id], count)
+        return ModelRunnerOutput(
+            {
+                request_id: [self._sample(self._known[request_id])]
+                for request_id, count in step.num_scheduled_tokens.items()
+                if self._known[request_id].computed == len(self._known[request_id].tokens)
+            }
+        )
+
+    @staticmethod
+    def _know(new: NewRequestData) -> _Known:
+        return _Known(list(new.token_ids), list(new.block_ids), new.num_computed_tokens)
+
+    def _slots(self, known: _Known) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        size = self.pool.shape[1]
+        positions = np.arange(known.computed)
+        return np.asarray(known.blocks)[positions // size], positions % size
+
+    def _write(self, known: _Known, count: int) -> None:
+        start = known.computed
+        known.computed += count
+        blocks, offsets = self._slots(known)
+        values = kv_of(known.tokens[start : known.computed], start)
+        self.pool[blocks[start:], offsets[start:]] = values
+
+    def _sample(self, known: _Known) -> int:
+        token = next_token(self.pool[self._slots(known)])
+        known.tokens.append(token)
+        return token
+
+
+HASH_MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_act="silu",
+    attention_bias=False,
+    mlp_bias=False,
+    bos_token_id=None,
+    eos_token_ids=(EOS,),
+    hidden_size=2,
+    intermediate_size=1,
+    num_layers=1,
+    num_attention_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    vocab_size=VOCABULARY,
+    rope_theta=1.0,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=1 << 20,
+    tie_word_embeddings=True,
+)
+
+
+def hash_files() -> ModelFiles:
+    """The hash model as far as a cluster wants to know it: there are no files."""
+    return ModelFiles(
+        name="hash",
+        directory=Path("nowhere"),
+        config=HASH_MODEL,
+        fingerprint="hash",
+        eos_token_ids=(EOS,),
+        bos_token_id=None,
+    )
+
+
+class HashComputeFactory:
+    """Makes a runner for each node, and keeps them in the order of the nodes."""
+
+    def __init__(self, num_blocks: int, block_size: int = 16, step_s: float = 0.0) -> None:
+        # Two float32 numbers, a key and a value, take the place of one uint64.
+        self._kv_cache = KVCacheConfig(
+            num_blocks=num_blocks + 1,
+            block_size=block_size,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+        )
+        self._step_s = step_s
+        self.runners: list[HashRunner] = []
+
+    def __call__(self) -> NodeCompute:
+        runner = HashRunner(self._kv_cache, self._step_s)
+        self.runners.append(runner)
+        return NodeCompute(runner, self._kv_cache, runner.pool.ctypes.data, runner.pool)
