@@ -11,7 +11,7 @@ from engine import KVCacheConfig
 from engine.weights import ModelConfig
 from protocol import HASH_BLOCK_SIZE, ConfigError
 from router import RouterConfig
-from scheduler import SchedulerConfig
+from scheduler import Policy, SchedulerConfig
 
 DEFAULT_MAX_MODEL_LEN = 8192  # tokens; a model that was made for more has to be told so
 GIB = 1 << 30
@@ -47,6 +47,10 @@ class LocalConfig:
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None  # None: the model's, but at most DEFAULT_MAX_MODEL_LEN
     enable_prefix_caching: bool = True
+    scheduling_policy: Policy = "fcfs"
+    scheduler_reserve_full_isl: bool = True
+    long_prefill_token_threshold: int = 0
+    max_parked_blocks: int | None = None  # of a decode node; None: half of its pool
     checksums: bool = True
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -77,11 +81,17 @@ class LocalConfig:
             )
         return self.max_model_len
 
-    def scheduler(self, model: ModelConfig) -> SchedulerConfig:
+    def scheduler(self, model: ModelConfig, num_blocks: int) -> SchedulerConfig:
+        """The settings of a node with `num_blocks` usable blocks."""
+        parked = num_blocks // 2 if self.max_parked_blocks is None else self.max_parked_blocks
         return SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.model_len(model),
+            policy=self.scheduling_policy,
+            scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            max_parked_blocks=max(1, parked),
         )
 
     def kv_cache(self, model: ModelConfig) -> KVCacheConfig:

@@ -120,15 +120,13 @@ class LocalCluster:
         compute = self._make_compute()
         transport = self._make_transport(self._hub, node_id)
         connector = HandoffConnector(transport, time.monotonic, self._handoff)
-        scheduler = Scheduler(
-            self.config.scheduler(self.files.config),
-            CacheConfig(
-                num_blocks=compute.kv_cache.num_blocks,
-                block_size=compute.kv_cache.block_size,
-                enable_prefix_caching=self.config.enable_prefix_caching,
-            ),
-            connector,
+        cache = CacheConfig(
+            num_blocks=compute.kv_cache.num_blocks,
+            block_size=compute.kv_cache.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
         )
+        settings = self.config.scheduler(self.files.config, cache.num_usable_blocks)
+        scheduler = Scheduler(settings, cache, connector)
         engine = Engine(scheduler, compute.runner, connector)
         info = self._make_info(node_id, role, transport.endpoint, scheduler)
         host = EngineHost(info, engine, self._listener)

@@ -133,8 +133,9 @@ def make_cluster(files: ModelFiles, config: LocalConfig) -> LocalCluster:
     Raises:
         ConfigError, ModelError: as `torch_compute` does.
     """
-    config.scheduler(files.config)  # what is wrong with the settings is told before torch loads
-    config.kv_cache(files.config)
+    # What is wrong with the settings is told before torch loads.
+    pool = config.kv_cache(files.config)
+    config.scheduler(files.config, pool.num_blocks - 1)
     return LocalCluster(config, files, _compute(files, config))
 
 

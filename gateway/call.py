@@ -92,31 +92,36 @@ class CallParser:
         prompts: Sequence[TokenIds],
         max_tokens: Sequence[int],
     ) -> Call:
-        if fields.stream_options is not None and not fields.stream:
+        options = fields.stream_options
+        if options is not None and not fields.stream:
             raise InvalidRequest("stream_options", "stream_options: only a stream has them")
-        usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
-        stop_strings = self._stop_strings(fields.stop)
         self._check_vocabulary("stop_token_ids", fields.stop_token_ids)
         return Call(
             request_id=arrival.request_id,
             created=int(arrival.time),
             model=fields.model,
             requests=tuple(
-                GenerationRequest(
-                    request_id=f"{arrival.request_id}-{index}",
-                    prompt_token_ids=prompt,
-                    sampling=self._sampling(fields, limit),
-                    arrival_time=arrival.time,
-                    priority=fields.priority,
-                    cache_salt=fields.cache_salt,
-                    session_id=fields.prompt_cache_key or fields.user,
-                )
+                self._request(fields, arrival, index, prompt, limit)
                 for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
             ),
-            stop_strings=stop_strings,
+            stop_strings=self._stop_strings(fields.stop),
             stream=fields.stream,
-            include_usage=usage,
+            include_usage=options is not None and bool(options.include_usage),
             return_token_ids=fields.return_token_ids,
+        )
+
+    def _request(
+        self, fields: GenerationBody, arrival: Arrival, index: int, prompt: TokenIds, limit: int
+    ) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=f"{arrival.request_id}-{index}",
+            prompt_token_ids=prompt,
+            sampling=self._sampling(fields, limit),
+            arrival_time=arrival.time,
+            priority=fields.priority,
+            cache_salt=fields.cache_salt,
+            # What OpenAI recommends, and recommended before, to say which requests go together.
+            session_id=fields.prompt_cache_key or fields.user,
         )
 
     def _sampling(self, fields: GenerationBody, max_tokens: int) -> SamplingParams:

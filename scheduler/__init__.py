@@ -1,6 +1,6 @@
 """Which tokens are computed this step? Queues, budgets, blocks, prefix cache."""
 
-from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.config import CacheConfig, Policy, SchedulerConfig
 from scheduler.output import (
     CachedRequestData,
     ModelRunnerOutput,
@@ -16,6 +16,7 @@ __all__ = [
     "CachedRequestData",
     "ModelRunnerOutput",
     "NewRequestData",
+    "Policy",
     "Request",
     "RequestStatus",
     "RequestUpdate",

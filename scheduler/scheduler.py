@@ -21,21 +21,18 @@ arrival are inputs, so the same object runs in a live node and under a virtual c
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from protocol import BlockCounts, KVConnectorOutput, PromptTooLong, SchedulerConnector
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.kv_cache_manager import KVCacheManager
-from scheduler.output import (
-    CachedRequestData,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
+from scheduler.output import ModelRunnerOutput, SchedulerOutput
 from scheduler.queue import RequestQueue, make_queue
 from scheduler.request import Request, RequestStatus
 from scheduler.stats import SchedulerStats
+from scheduler.step import Step
 
 
 @dataclass(frozen=True)
@@ -60,6 +57,14 @@ class Admission:
     @property
     def num_computed_tokens(self) -> int:
         return self.num_local_tokens + self.num_external_tokens
+
+
+class _Verdict(enum.Enum):
+    """What became of a waiting request that was looked at."""
+
+    STARTED = enum.auto()
+    PASSED_OVER = enum.auto()  # for a reason of its own: it goes to `skipped_waiting`
+    NO_ROOM = enum.auto()  # it ends admission
 
 
 class Scheduler:
@@ -134,13 +139,13 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Give out the tokens of the next step."""
-        step = _Step(self, self.config.token_budget)
+        step = Step(self.kv, self.requests, self.config.token_budget)
         self._schedule_running(step)
         if not step.preempted:
             self._admit_waiting(step)
         return self._finish_step(step)
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: Step) -> None:
         index = 0
         while index < len(self.running) and step.budget > 0:
             request = self.running[index]
@@ -162,7 +167,7 @@ class Scheduler:
             index += 1
 
     def _allocate_or_preempt(
-        self, request: Request, num_new: int, step: _Step
+        self, request: Request, num_new: int, step: Step
     ) -> Sequence[int] | None:
         while True:
             fresh = self.kv.allocate_slots(request, num_new)
@@ -180,13 +185,17 @@ class Scheduler:
             return max(self.running, key=lambda r: (r.priority, r.arrival_time))
         return self.running[-1]
 
-    def _preempt(self, victim: Request, step: _Step) -> None:
+    def _preempt(self, victim: Request, step: Step) -> None:
         """Take its blocks; it keeps its tokens, and starts over when there is room."""
         self.running.remove(victim)
         if step.withdraw(victim):
             # Its blocks were made hittable for tokens that will not be computed now.
             self.kv.forget_uncomputed(victim, victim.num_computed_tokens)
+        self._give_up_blocks(victim, step)
+
+    def _give_up_blocks(self, victim: Request, step: Step) -> None:
         self.kv.free(victim.request_id)
+        self._finished_recving.discard(victim.request_id)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
@@ -194,31 +203,59 @@ class Scheduler:
         self.waiting.put_back([victim])
         step.preempted.append(victim.request_id)
 
-    def _admit_waiting(self, step: _Step) -> None:
+    def _admit_waiting(self, step: Step) -> None:
+        self._admit_in_order(step)
+        # Nothing runs that could free blocks, so nobody may hold any and wait behind the others.
+        while not self.running and (loaded := self._loaded()):
+            if self._admit_one_of(loaded, step):
+                return
+            self._leave_queue(loaded[-1])
+            self._give_up_blocks(loaded[-1], step)
+            self._admit_in_order(step)
+
+    def _admit_in_order(self, step: Step) -> None:
         passed_over: list[Request] = []
         while step.budget > 0 and len(self.running) < self.config.max_num_seqs:
             queue = self._next_queue()
             if queue is None:
                 break
             request = queue.peek()
-            admission = self._prepare(request)
-            if admission is None:
-                passed_over.append(queue.pop())
-                continue
-            num_new = self._num_admitted(request, admission, step.budget)
-            if num_new is None:
-                break
-            fresh = self._allocate_waiting(request, admission, num_new)
-            if fresh is None:
-                break  # whoever is behind it would only take the blocks that it waits for
+            verdict = self._admit(request, step)
+            if verdict is _Verdict.NO_ROOM:
+                break  # whoever is behind it would only take the room that it waits for
             queue.pop()
-            self._note_loading(request, admission)
-            if admission.load_async:
-                self._park(request, admission)
+            if verdict is _Verdict.PASSED_OVER:
                 passed_over.append(request)
-            else:
-                self._start(request, admission, num_new, step)
         self.skipped_waiting.put_back(passed_over)
+
+    def _admit(self, request: Request, step: Step) -> _Verdict:
+        admission = self._prepare(request)
+        if admission is None:
+            return _Verdict.PASSED_OVER
+        num_new = self._num_admitted(request, admission, step.budget)
+        if num_new is None or self._allocate_waiting(request, admission, num_new) is None:
+            return _Verdict.NO_ROOM
+        self._note_loading(request, admission)
+        if admission.load_async:
+            self._park(request, admission)
+            return _Verdict.PASSED_OVER
+        self._start(request, admission, num_new, step)
+        return _Verdict.STARTED
+
+    def _loaded(self) -> list[Request]:
+        """Waiting requests that hold blocks, because their load has ended."""
+        return [
+            request
+            for request in self.skipped_waiting
+            if request.num_computed_tokens > 0 and request.request_id not in self._parked
+        ]
+
+    def _admit_one_of(self, loaded: Iterable[Request], step: Step) -> bool:
+        for request in loaded:
+            if self._admit(request, step) is _Verdict.STARTED:
+                self.skipped_waiting.remove(request)
+                return True
+        return False
 
     def _next_queue(self) -> RequestQueue | None:
         """Skipped requests go first under fcfs; under priority the better head does."""
@@ -306,7 +343,7 @@ class Scheduler:
         table = self.kv.block_table(request.request_id)
         self._parked[request.request_id] = len(table) - len(admission.prefix)
 
-    def _start(self, request: Request, admission: Admission, num_new: int, step: _Step) -> None:
+    def _start(self, request: Request, admission: Admission, num_new: int, step: Step) -> None:
         resumed = request.status is RequestStatus.PREEMPTED
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = admission.num_computed_tokens
@@ -317,7 +354,7 @@ class Scheduler:
         threshold = self.config.long_prefill_token_threshold
         return min(num_new, threshold) if threshold else num_new
 
-    def _finish_step(self, step: _Step) -> SchedulerOutput:
+    def _finish_step(self, step: Step) -> SchedulerOutput:
         output = step.output
         self.stats.num_steps += bool(output.num_scheduled_tokens)
         output.preempted_req_ids = step.preempted
@@ -469,69 +506,3 @@ class Scheduler:
         live = {i for i, request in self.requests.items() if not request.status.finished}
         assert {r.request_id for r in queued} == live, "a request is lost or in no queue"
         assert len(self.running) <= self.config.max_num_seqs
-
-
-class _Step:
-    """A step while it is put together; what a connector sees of it (`StepView`)."""
-
-    def __init__(self, scheduler: Scheduler, budget: int) -> None:
-        self._scheduler = scheduler
-        self._cached: dict[str, CachedRequestData] = {}
-        self.budget = budget
-        self.preempted: list[str] = []
-        self._new: list[NewRequestData] = []
-        self._resumed: list[NewRequestData] = []
-        self._num_scheduled: dict[str, int] = {}
-
-    def continue_request(self, request: Request, num_new: int, fresh: Sequence[int]) -> None:
-        request_id = request.request_id
-        self._cached[request_id] = CachedRequestData(request_id, fresh, request.num_computed_tokens)
-        self._give(request_id, num_new)
-
-    def start_request(self, request: Request, num_new: int, resumed: bool) -> None:
-        data = NewRequestData(
-            request_id=request.request_id,
-            token_ids=tuple(request.all_token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling=request.sampling,
-            block_ids=tuple(self._scheduler.kv.block_table(request.request_id)),
-            num_computed_tokens=request.num_computed_tokens,
-        )
-        (self._resumed if resumed else self._new).append(data)
-        self._give(request.request_id, num_new)
-
-    def _give(self, request_id: str, num_new: int) -> None:
-        self._num_scheduled[request_id] = num_new
-        self.budget -= num_new
-
-    def withdraw(self, request: Request) -> bool:
-        """Take back what a running request was given in this step; whether there was anything."""
-        if self._cached.pop(request.request_id, None) is None:
-            return False
-        self.budget += self._num_scheduled.pop(request.request_id)
-        return True
-
-    @property
-    def output(self) -> SchedulerOutput:
-        return SchedulerOutput(
-            scheduled_new_reqs=self._new,
-            scheduled_resumed_reqs=self._resumed,
-            scheduled_cached_reqs=list(self._cached.values()),
-            num_scheduled_tokens=self._num_scheduled,
-        )
-
-    # What a connector sees. It looks before `num_computed_tokens` moves on.
-
-    @property
-    def scheduled_req_ids(self) -> Iterable[str]:
-        return self._num_scheduled
-
-    @property
-    def preempted_req_ids(self) -> Sequence[str]:
-        return self.preempted
-
-    def block_table(self, request_id: str) -> Sequence[int]:
-        return self._scheduler.kv.block_table(request_id)
-
-    def computed_before(self, request_id: str) -> int:
-        return self._scheduler.requests[request_id].num_computed_tokens

@@ -13,9 +13,11 @@ from collections.abc import AsyncIterator, Sequence
 
 from cluster import LocalCluster, LocalConfig, Topology
 from cluster.local import TransportFactory
+from engine import EngineHost
 from kv_transfer import HandoffConfig
 from protocol import GenerationRequest, SamplingParams, TokenStream
 from router import RouterConfig
+from scheduler import Policy
 from tests.hash_model import HashComputeFactory, hash_files
 
 _REST_S = 20.0
@@ -36,6 +38,9 @@ class HashCluster:
         max_model_len: int = 512,
         step_s: float = 0.0,
         prefix_caching: bool = True,
+        policy: Policy = "fcfs",
+        reserve_full_isl: bool = True,
+        long_prefill_token_threshold: int = 0,
         handoff: HandoffConfig | None = None,
         make_transport: TransportFactory | None = None,
         router: RouterConfig | None = None,
@@ -50,6 +55,9 @@ class HashCluster:
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             enable_prefix_caching=prefix_caching,
+            scheduling_policy=policy,
+            scheduler_reserve_full_isl=reserve_full_isl,
+            long_prefill_token_threshold=long_prefill_token_threshold,
             router=router or RouterConfig(default_prefill_tokens_per_s=1e5),
         )
         self.local = LocalCluster(
@@ -94,10 +102,7 @@ class HashCluster:
             await asyncio.sleep(0.005)
 
     @staticmethod
-    def _is_idle(host: object) -> bool:
-        from engine import EngineHost
-
-        assert isinstance(host, EngineHost)
+    def _is_idle(host: EngineHost) -> bool:
         status = host.status()
         busy = (
             host.jobs

@@ -36,9 +36,7 @@ async def test_tokens_are_those_of_an_undisturbed_run(shape: dict[str, int]) -> 
     async with HashCluster(**shape).running() as cluster:
         prompts = [prompt_of(length) for length in LENGTHS]
         alone = [await cluster.generate(prompt, sampling) for prompt in prompts]
-        together = await asyncio.gather(
-            *(cluster.generate(prompt, sampling) for prompt in prompts)
-        )
+        together = await asyncio.gather(*(cluster.generate(prompt, sampling) for prompt in prompts))
     expected = [expected_tokens(prompt, sampling) for prompt in prompts]
     assert alone == expected
     assert together == expected
