@@ -270,6 +270,7 @@ class Dispatcher:
         if self._flights.pop(flight.request_id, None) is None:
             return
         flight.lease.release()
+        flight.timeline.finished = flight.timeline.finished or self._clock()
         await self._leave_nodes(flight)
 
     async def _cancel(self, request_id: str, node_ids: Iterable[str]) -> None:
