@@ -13,7 +13,7 @@ from engine.kv_cache import KVCache
 from engine.models import CausalLM
 from engine.sampler import sample
 from protocol import SamplingParams
-from scheduler.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from scheduler import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 
 @dataclass

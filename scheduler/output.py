@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protocol import KVConnectorOutput, SamplingParams
@@ -62,5 +62,5 @@ class ModelRunnerOutput:
     for one in the middle of its prompt.
     """
 
-    sampled_token_ids: dict[str, Sequence[int]] = field(default_factory=dict)
+    sampled_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None

@@ -9,7 +9,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from cluster import LocalCluster, LocalConfig, Topology
 from cluster.local import TransportFactory
@@ -134,6 +134,14 @@ class HashCluster:
             assert counts.balanced, counts
             assert counts.used == 0, counts
             assert counts.quarantined == 0, counts
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what a node's thread does; nothing tells when it has."""
+    deadline = time.monotonic() + _REST_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.001)  # noqa: ASYNC110
 
 
 async def read(stream: TokenStream) -> list[int]:

@@ -8,7 +8,7 @@ import time
 
 from kv_transfer import MemoryHub, MemoryTransport, Transport
 from protocol import GenerationRequest, SamplingParams
-from tests.hash_cluster import HashCluster, read
+from tests.hash_cluster import HashCluster, read, until
 from tests.hash_model import expected_tokens
 from tests.slow_transport import Delay, SlowTransport
 
@@ -65,8 +65,7 @@ async def test_two_requests_that_each_hold_what_the_other_waits_for() -> None:
         prefill = cluster.local.prefill_nodes[0].host.engine.scheduler
         decode = cluster.local.decode_nodes[0].host
         streams = [await cluster.submit(late, sampling, priority=1)]
-        while decode.status().blocks.used == 0:
-            await asyncio.sleep(0.001)
+        await until(lambda: decode.status().blocks.used > 0)
         streams.append(await cluster.submit(urgent, sampling, priority=0))
         answers = await asyncio.wait_for(asyncio.gather(*map(read, streams)), timeout=30)
     assert answers == [expected_tokens(prompt, sampling) for prompt in (late, urgent)]
@@ -103,7 +102,7 @@ async def test_a_late_job_finds_a_prefill_that_has_started() -> None:
             tasks.append(asyncio.create_task(later()))
 
         tasks: list[asyncio.Task[None]] = []
-        decode.decode = take_late  # type: ignore[method-assign, assignment]
+        decode.decode = take_late  # type: ignore[method-assign]
         stream = await cluster.submit(prompt, sampling)
         chunks = aiter(stream)
         first = await anext(chunks)

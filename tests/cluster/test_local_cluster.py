@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from protocol import PromptTooLong, SamplingParams
-from tests.hash_cluster import HashCluster, read
+from tests.hash_cluster import HashCluster, read, until
 from tests.hash_model import expected_tokens
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 300)
@@ -31,7 +32,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     ],
     ids=str,
 )
-async def test_tokens_are_those_of_an_undisturbed_run(shape: dict[str, int]) -> None:
+async def test_tokens_are_those_of_an_undisturbed_run(shape: dict[str, Any]) -> None:
     sampling = SamplingParams(max_tokens=20)
     async with HashCluster(**shape).running() as cluster:
         prompts = [prompt_of(length) for length in LENGTHS]
@@ -77,8 +78,8 @@ async def test_nothing_in_a_pool_counts_but_what_was_pushed() -> None:
         prefill, decode = cluster.compute.runners
         decode.pool[:] = np.uint64(0xDEAD)
         streams = [await cluster.submit(prompt, sampling) for prompt in prompts]
-        while cluster.local.decode_nodes[0].host.status().transfers.committed < len(prompts):
-            await asyncio.sleep(0.001)
+        host = cluster.local.decode_nodes[0].host
+        await until(lambda: host.status().transfers.committed == len(prompts))
         prefill.pool[:] = np.uint64(0xBEEF)
         answers = await asyncio.gather(*map(read, streams))
     assert answers == [expected_tokens(prompt, sampling) for prompt in prompts]

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -38,12 +39,12 @@ class Plan:
 class Life:
     """Runs planned requests on one cluster; knows which hand-off is to be aborted where."""
 
-    def __init__(self, seed: int, shape: dict[str, int]) -> None:
+    def __init__(self, seed: int, shape: dict[str, Any]) -> None:
         self.random = random.Random(seed)
         self.plans: dict[str, Plan] = {}
         self.aborted: Counter[str] = Counter()
         self.completed = 0
-        self.cluster = HashCluster(make_transport=self._make_transport, **shape)  # type: ignore[arg-type]
+        self.cluster = HashCluster(make_transport=self._make_transport, **shape)
         self._prefixes = [self._tokens(48) for _ in range(3)]
 
     def _make_transport(self, hub: MemoryHub, name: str) -> Transport:
@@ -122,7 +123,7 @@ class Life:
     ],
     ids=["roomy", "tight", "2x2"],
 )
-async def test_whatever_happens_nothing_is_left(shape: dict[str, int]) -> None:
+async def test_whatever_happens_nothing_is_left(shape: dict[str, Any]) -> None:
     life = Life(seed=1, shape=shape)
     await life.run()  # checks blocks, jobs, threads, tasks and descriptors at its end
     assert life.completed + sum(life.aborted.values()) == NUM_REQUESTS

@@ -37,13 +37,16 @@ def reference_prompts(tokenizer: Tokenizer, chat: Chat) -> Iterator[tuple[str, l
         (f"chat_{index}", chat([{"role": "user", "content": question}]))
         for index, question in enumerate(_QUESTIONS)
     )
-    yield "chat_turns", chat(
-        [
-            {"role": "system", "content": "You are a patient teacher of arithmetic."},
-            {"role": "user", "content": "What is 7 times 8?"},
-            {"role": "assistant", "content": "7 times 8 is 56."},
-            {"role": "user", "content": "And what do I get if I add 4 to that?"},
-        ]
+    yield (
+        "chat_turns",
+        chat(
+            [
+                {"role": "system", "content": "You are a patient teacher of arithmetic."},
+                {"role": "user", "content": "What is 7 times 8?"},
+                {"role": "assistant", "content": "7 times 8 is 56."},
+                {"role": "user", "content": "And what do I get if I add 4 to that?"},
+            ]
+        ),
     )
     yield from _shared_prefix(chat)
     for length in (200, 511, 512, 513, 1024, 1500):

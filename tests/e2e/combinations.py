@@ -1,0 +1,80 @@
+"""The ways in which a cluster can be asked to make the same tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from cluster import LocalConfig, Topology
+
+MAX_MODEL_LEN = 1600  # the longest prompt and its output
+TINY_POOL = 98  # blocks; the longest request takes 97 of them
+ROOMY_POOL = 800
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One value of each factor."""
+
+    topology: str  # unified, disaggregated (1 + 1), or 2+2
+    concurrency: int
+    prefix_caching: bool
+    tiny_steps: bool
+    tiny_pool: bool
+
+    def __str__(self) -> str:
+        return "-".join(
+            [
+                self.topology,
+                f"{self.concurrency}at-once",
+                "cache" if self.prefix_caching else "no-cache",
+                *(["tiny-steps"] if self.tiny_steps else []),
+                *(["tiny-pool"] if self.tiny_pool else []),
+            ]
+        )
+
+    @property
+    def possible(self) -> bool:
+        """A request that is alone never has to make room for another one."""
+        return not (self.tiny_pool and self.concurrency == 1)
+
+    def config(self) -> LocalConfig:
+        nodes = 2 if self.topology == "2+2" else 1
+        unified = self.topology == "unified"
+        return LocalConfig(
+            topology=Topology.UNIFIED if unified else Topology.DISAGGREGATED,
+            num_prefill=nodes,
+            num_decode=nodes,
+            num_blocks=TINY_POOL if self.tiny_pool else ROOMY_POOL,
+            # No headroom is kept for running requests: they have to make room for each other.
+            max_parked_blocks=TINY_POOL if self.tiny_pool else None,
+            max_num_seqs=16,
+            max_num_batched_tokens=48 if self.tiny_steps else 512,
+            max_model_len=MAX_MODEL_LEN,
+            enable_prefix_caching=self.prefix_caching,
+        )
+
+
+def all_combinations() -> list[Combination]:
+    values = itertools.product(
+        ("unified", "disaggregated", "2+2"), (1, 16), (True, False), (True, False), (True, False)
+    )
+    return [c for c in itertools.starmap(Combination, values) if c.possible]
+
+
+def pairwise_cover() -> list[Combination]:
+    """Few combinations in which each two values of different factors meet; found greedily."""
+    candidates = all_combinations()
+    missing = {pair for candidate in candidates for pair in pairs_of(candidate)}
+    cover = []
+    while missing:
+        best = max(candidates, key=lambda candidate: len(missing & set(pairs_of(candidate))))
+        cover.append(best)
+        missing -= set(pairs_of(best))
+    return cover
+
+
+def pairs_of(combination: Combination) -> Iterator[tuple[tuple[str, object], tuple[str, object]]]:
+    values = [(f.name, getattr(combination, f.name)) for f in fields(combination)]
+    return itertools.combinations(values, 2)

@@ -1,0 +1,335 @@
+"""What the scheduler does beyond the recorded runs, and what must hold after every step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import (
+    ConfigError,
+    KVConnectorOutput,
+    PromptTooLong,
+    RequestView,
+    SamplingParams,
+    StepView,
+)
+from scheduler import (
+    CacheConfig,
+    ModelRunnerOutput,
+    Request,
+    RequestStatus,
+    RequestUpdate,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+)
+
+BLOCK = 4
+
+
+@dataclass
+class RemotePrefill:
+    """Loads whole prompts of the ids in `remote`; keeps the blocks of those in `pinned`."""
+
+    remote: set[str] = field(default_factory=set)
+    pinned: list[str] = field(default_factory=list)
+    pin_all: bool = False
+    reserved: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def get_num_new_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if request.request_id not in self.remote:
+            return 0, False
+        return request.num_tokens - num_computed_tokens, True
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        if num_external_tokens:
+            self.remote.discard(request.request_id)
+            self.reserved[request.request_id] = tuple(block_ids)
+
+    def build_connector_meta(self, step: StepView) -> object:
+        return None
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        pass
+
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> bool:
+        if self.pin_all and block_ids:
+            self.pinned.append(request.request_id)
+        return request.request_id in self.pinned
+
+    def revoke_pin(self) -> str | None:
+        return self.pinned.pop() if self.pinned else None
+
+
+def make(
+    num_blocks: int = 10,
+    connector: RemotePrefill | None = None,
+    *,
+    caching: bool = True,
+    **config: object,
+) -> Scheduler:
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64} | config
+    return Scheduler(
+        SchedulerConfig(**settings),  # type: ignore[arg-type]
+        CacheConfig(
+            num_blocks=num_blocks + 1,
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            enable_prefix_caching=caching,
+        ),
+        connector,
+    )
+
+
+def request(name: str, length: int, max_tokens: int = 8, **fields: object) -> Request:
+    prompt = random.Random(name).choices(range(10, 1000), k=length)
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(3,))
+    return Request(name, prompt, sampling, hash_block_size=BLOCK, **fields)  # type: ignore[arg-type]
+
+
+def run(
+    scheduler: Scheduler,
+    *,
+    recving: dict[str, tuple[int, ...]] | None = None,
+    sending: tuple[str, ...] = (),
+    token: int = 7,
+) -> tuple[SchedulerOutput, list[RequestUpdate]]:
+    """One step in which every request that is at its end samples `token`."""
+    step = scheduler.schedule()
+    sampled = {
+        request_id: [token]
+        for request_id in step.num_scheduled_tokens
+        if scheduler.requests[request_id].num_computed_tokens
+        == scheduler.requests[request_id].num_tokens
+    }
+    transfers = KVConnectorOutput(finished_recving=recving or {}, finished_sending=sending)
+    updates = scheduler.update_from_output(step, ModelRunnerOutput(sampled, transfers or None))
+    scheduler.check_integrity()
+    return step, updates
+
+
+class TestRemotePrefill:
+    def test_a_request_is_parked_and_goes_on_at_its_second_token(self) -> None:
+        connector = RemotePrefill(remote={"a"})
+        scheduler = make(connector=connector)
+        scheduler.add_request(request("a", 10))
+        step, _ = run(scheduler)
+        assert step.num_scheduled_tokens == {}
+        assert [r.status for r in scheduler.skipped_waiting] == [
+            RequestStatus.WAITING_FOR_REMOTE_KVS
+        ]
+        assert len(connector.reserved["a"]) == 3
+        run(scheduler, recving={"a": (42,)})
+        step, updates = run(scheduler)
+        assert step.num_scheduled_tokens == {"a": 1}
+        assert step.scheduled_new_reqs[0].token_ids[-1] == 42
+        assert [(u.position, list(u.new_token_ids)) for u in updates] == [(1, [7])]
+        assert scheduler.stats.prompt_computed == 0
+        assert scheduler.stats.prompt_loaded == 10
+
+    def test_a_load_without_a_token_computes_the_last_one_again(self) -> None:
+        scheduler = make(connector=RemotePrefill(remote={"a"}))
+        scheduler.add_request(request("a", 8))
+        run(scheduler)
+        run(scheduler, recving={"a": ()})
+        _, updates = run(scheduler)
+        assert [(u.position, list(u.new_token_ids)) for u in updates] == [(0, [7])]
+
+    def test_a_token_that_ends_the_request_ends_it_before_promotion(self) -> None:
+        scheduler = make(connector=RemotePrefill(remote={"a"}))
+        scheduler.add_request(request("a", 8))
+        run(scheduler)
+        _, updates = run(scheduler, recving={"a": (3,)})
+        assert [(u.finished, list(u.new_token_ids), u.position) for u in updates] == [(True, [], 1)]
+        assert not scheduler.has_requests()
+        assert scheduler.block_counts().used == 0
+
+    def test_the_blocks_of_an_aborted_load_are_in_quarantine_until_it_has_ended(self) -> None:
+        scheduler = make(connector=RemotePrefill(remote={"a"}))
+        scheduler.add_request(request("a", 12))
+        run(scheduler)
+        assert scheduler.block_counts().used == 3
+        scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+        run(scheduler)
+        counts = scheduler.block_counts()
+        assert (counts.used, counts.quarantined, counts.balanced) == (0, 3, True)
+        run(scheduler, recving={"a": (5,)})
+        assert scheduler.block_counts().quarantined == 0
+        assert not scheduler.has_requests()
+
+    def test_running_requests_keep_headroom(self) -> None:
+        connector = RemotePrefill(remote={"a", "b", "c"})
+        scheduler = make(connector=connector, max_parked_blocks=5)
+        for name in ("a", "b", "c"):
+            scheduler.add_request(request(name, 12))
+        scheduler.add_request(request("local", 4))
+        step, _ = run(scheduler)
+        assert list(connector.reserved) == ["a"]
+        assert step.num_scheduled_tokens == {"local": 4}  # passed over, not in the way
+        assert [r.request_id for r in scheduler.skipped_waiting] == ["a", "b", "c"]
+        run(scheduler, recving={"a": (9,)})
+        run(scheduler)
+        assert list(connector.reserved) == ["a", "b"]
+
+    def test_loaded_requests_do_not_wait_behind_one_that_needs_their_blocks(self) -> None:
+        connector = RemotePrefill(remote={"a", "urgent"})
+        scheduler = make(num_blocks=4, connector=connector, policy="priority")
+        scheduler.add_request(request("a", 12, priority=1))
+        run(scheduler)
+        scheduler.add_request(request("urgent", 12, priority=0))
+        run(scheduler, recving={"a": (9,)})
+        step, _ = run(scheduler)
+        assert step.num_scheduled_tokens == {"a": 1}
+
+    def test_loaded_requests_that_all_lack_a_block_do_not_wait_for_each_other(self) -> None:
+        connector = RemotePrefill(remote={"a", "b"})
+        scheduler = make(num_blocks=4, connector=connector)
+        scheduler.add_request(request("a", 8))
+        scheduler.add_request(request("b", 8))
+        run(scheduler)
+        step, _ = run(scheduler, recving={"a": (9,), "b": (9,)})
+        step, _ = run(scheduler)
+        assert step.num_scheduled_tokens == {"a": 1}
+        assert scheduler.stats.num_preemptions == 1
+        for _ in range(40):
+            run(scheduler)
+        assert not scheduler.has_requests()
+
+
+class TestPins:
+    def test_pinned_blocks_are_kept_until_they_are_sent(self) -> None:
+        scheduler = make(connector=RemotePrefill(pin_all=True))
+        scheduler.add_request(request("a", 10, max_tokens=1))
+        run(scheduler)
+        assert scheduler.block_counts().used == 3
+        run(scheduler, sending=("a",))
+        assert scheduler.block_counts().used == 0
+
+    def test_a_pin_is_given_up_before_anybody_is_preempted(self) -> None:
+        scheduler = make(num_blocks=6, connector=RemotePrefill(pin_all=True))
+        scheduler.add_request(request("a", 16, max_tokens=1))
+        run(scheduler)
+        scheduler.add_request(request("b", 16, max_tokens=1))
+        step, _ = run(scheduler)
+        assert step.num_scheduled_tokens == {"b": 16}
+        assert scheduler.stats.num_revoked_pins == 1
+        assert scheduler.stats.num_preemptions == 0
+
+
+class TestForcedTokens:
+    def test_they_count_as_output_and_are_never_sampled_again(self) -> None:
+        scheduler = make()
+        scheduler.add_request(request("a", 6, max_tokens=4, forced_token_ids=(50, 51)))
+        step, updates = run(scheduler)
+        assert step.num_scheduled_tokens == {"a": 8}
+        assert [(u.position, list(u.new_token_ids)) for u in updates] == [(2, [7])]
+        _, updates = run(scheduler)
+        assert updates[0].finished
+        assert updates[0].request.output_token_ids == [50, 51, 7, 7]
+
+
+class TestRefusals:
+    def test_a_prompt_beyond_the_model(self) -> None:
+        with pytest.raises(PromptTooLong, match=r"65 tokens.*max_model_len allows at most 64"):
+            make(num_blocks=100).add_request(request("a", 65))
+
+    def test_a_prompt_beyond_the_pool(self) -> None:
+        with pytest.raises(PromptTooLong, match="at most 40"):
+            make(num_blocks=10).add_request(request("a", 41))
+
+    @pytest.mark.parametrize(
+        ("field", "values"),
+        [
+            ("max_num_seqs", {"max_num_seqs": 0}),
+            ("max_num_batched_tokens", {"max_num_batched_tokens": 3}),
+            ("max_model_len", {"max_model_len": 0}),
+            ("policy", {"policy": "lottery"}),
+            ("long_prefill_token_threshold", {"long_prefill_token_threshold": 65}),
+            ("max_num_batched_tokens", {"enable_chunked_prefill": False}),
+        ],
+    )
+    def test_settings_that_cannot_work(self, field: str, values: dict[str, object]) -> None:
+        with pytest.raises(ConfigError) as error:
+            make(**values)  # type: ignore[arg-type]
+        assert error.value.field == field
+
+    def test_a_block_that_is_no_multiple_of_the_hash_unit(self) -> None:
+        with pytest.raises(ConfigError, match="multiple of 16"):
+            CacheConfig(num_blocks=10, block_size=24)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(6, 24),
+    max_num_seqs=st.integers(1, 5),
+    budget=st.integers(5, 20),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    caching=st.booleans(),
+    whole=st.booleans(),
+    remote=st.booleans(),
+)
+def test_random_life(
+    seed: int,
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    policy: str,
+    caching: bool,
+    whole: bool,
+    remote: bool,
+) -> None:
+    """Budgets, seats and blocks hold in every step; everybody gets to the end; nothing is left."""
+    rng = random.Random(seed)
+    connector = RemotePrefill() if remote else None
+    scheduler = make(
+        num_blocks,
+        connector,
+        caching=caching,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        policy=policy,
+        scheduler_reserve_full_isl=whole,
+    )
+    names = [f"r{number}" for number in range(14)]
+    unborn = list(names)
+    loading: dict[str, int] = {}
+    ended: set[str] = set()
+    for _ in range(600):
+        if unborn and rng.random() < 0.5:
+            name = unborn.pop()
+            length = rng.randint(1, min(60, num_blocks * BLOCK - 12))
+            if connector is not None and rng.random() < 0.5:
+                connector.remote.add(name)
+            scheduler.add_request(
+                request(name, length, rng.randint(1, 10), priority=rng.randint(0, 2))
+            )
+        if rng.random() < 0.03:
+            for victim in scheduler.finish_requests(
+                [rng.choice(names)], RequestStatus.FINISHED_ABORTED
+            ):
+                ended.add(victim.request_id)
+        arrived = {name for name, due in loading.items() if due <= 0}
+        loading = {name: due - 1 for name, due in loading.items() if due > 0}
+        step, updates = run(
+            scheduler, recving={n: (8,) if rng.random() < 0.7 else () for n in arrived}
+        )
+        if connector is not None:
+            loading |= {name: rng.randint(0, 4) for name in connector.reserved}
+            connector.reserved.clear()
+        assert step.total_num_scheduled_tokens <= budget
+        assert all(count > 0 for count in step.num_scheduled_tokens.values())
+        ended |= {update.request.request_id for update in updates if update.finished}
+        if not unborn and not scheduler.has_requests() and not loading:
+            break
+    assert ended == set(names)
+    assert scheduler.block_counts().used == scheduler.block_counts().quarantined == 0
