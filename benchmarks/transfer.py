@@ -2,7 +2,7 @@
 
     python benchmarks/transfer.py [--json]
 
-Rows: the memory transport with 64 MiB in one run of blocks, with 512 scattered blocks of 32 KiB, and
+Rows: the memory transport with 64 MiB in one run of blocks, with 512 scattered ones of 32 KiB, and
 with a single block; each with checksums (the default) and without.
 """
 

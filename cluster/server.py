@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import time
@@ -13,8 +14,9 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from cluster.config import LocalConfig, ServeConfig
+from cluster.config import GIB, LocalConfig, ServeConfig, Topology
 from cluster.local import LocalCluster, RunnerFactory
+from engine import KVCacheConfig
 from engine.weights import ModelFiles
 from gateway import ChatTemplate, GatewayConfig, ServedModel, Tokenizer, create_app
 from protocol import ConfigError
@@ -51,8 +53,9 @@ def bind(config: ServeConfig) -> socket.socket:
         family, kind, number, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except socket.gaierror as error:
-        raise ConfigError("host", f"{config.host!r} is not an address: {error.strerror}") from error
+    except (socket.gaierror, UnicodeError) as error:  # the second one for labels such as ""
+        reason = getattr(error, "strerror", "not a valid name")
+        raise ConfigError("host", f"{config.host!r} is not an address: {reason}") from error
     listener = socket.socket(family, kind, number)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -77,6 +80,7 @@ def _bind_error(config: ServeConfig, error: OSError) -> ConfigError:
 
 async def serve(
     cluster: LocalCluster,
+    model: ServedModel,
     listener: socket.socket,
     gateway: GatewayConfig,
     on_ready: Callable[[], None] = lambda: None,
@@ -85,7 +89,7 @@ async def serve(
     app = create_app(
         gateway,
         backend=cluster.dispatcher,
-        model=served_model(cluster),
+        model=model,
         metrics=Metrics(),
     )
     settings = uvicorn.Config(
@@ -98,29 +102,38 @@ async def serve(
         app.state.live_requests.abort()
         server.should_exit = True
 
+    with _signals_call(stop):
+        await cluster.start()
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            await cluster.stop()
+
+
+@contextlib.contextmanager
+def _signals_call(stop: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
         loop.add_signal_handler(number, stop)
-    await cluster.start()
     try:
-        await server.serve(sockets=[listener])
+        yield
     finally:
-        await cluster.stop()
-        for number in signals:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
-def served_model(cluster: LocalCluster) -> ServedModel:
+def served_model(files: ModelFiles, config: LocalConfig) -> ServedModel:
     """What the gateway has to know of the model.
 
     Raises:
+        ConfigError: longer requests are asked for than the model was made for.
         ModelError: its tokenizer or chat template is broken.
     """
-    files = cluster.files
     return ServedModel(
         name=files.name,
-        max_model_len=cluster.config.model_len(files.config),
+        max_model_len=config.model_len(files.config),
         tokenizer=Tokenizer.load(files),
         chat_template=ChatTemplate.load(files),
         created=int(time.time()),
@@ -131,12 +144,26 @@ def make_cluster(files: ModelFiles, config: LocalConfig) -> LocalCluster:
     """A cluster that computes with torch.
 
     Raises:
+        ConfigError: the pools are larger than this machine's memory.
         ConfigError, ModelError: as `torch_compute` does.
     """
     # What is wrong with the settings is told before torch loads.
     pool = config.kv_cache(files.config)
     config.scheduler(files.config, pool.num_blocks - 1)
+    _check_memory(config, pool)
     return LocalCluster(config, files, _compute(files, config))
+
+
+def _check_memory(config: LocalConfig, pool: KVCacheConfig) -> None:
+    num_prefill = config.num_prefill if config.topology is Topology.DISAGGREGATED else 0
+    num_nodes = num_prefill + config.num_decode
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if pool.device == "cpu" and num_nodes * pool.num_bytes > memory_bytes:
+        raise ConfigError(
+            "kv-memory",
+            f"{num_nodes} x {pool.num_bytes / GIB:.1f} GiB, one for each node, are more than the "
+            f"{memory_bytes / GIB:.1f} GiB of this machine",
+        )
 
 
 def _compute(files: ModelFiles, config: LocalConfig) -> RunnerFactory:

@@ -51,22 +51,22 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self._requests: dict[str, _RunnerRequest] = {}
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. Without scheduled tokens there is only the bookkeeping to do."""
-        self._update_requests(output)
-        if not output.num_scheduled_tokens:
+        self._update_requests(step)
+        if not step.num_scheduled_tokens:
             return ModelRunnerOutput()
-        batch = self._prepare(output.num_scheduled_tokens)
+        batch = self._prepare(step.num_scheduled_tokens)
         attention = CpuAttention(self.kv_cache, batch.metadata)
         hidden = self.model.forward(batch.input_ids, batch.metadata.positions, attention)
         return ModelRunnerOutput(sampled_token_ids=self._sample(hidden, batch))
 
-    def _update_requests(self, output: SchedulerOutput) -> None:
-        for request_id in (*output.finished_req_ids, *output.preempted_req_ids):
+    def _update_requests(self, step: SchedulerOutput) -> None:
+        for request_id in (*step.finished_req_ids, *step.preempted_req_ids):
             self._requests.pop(request_id, None)
-        for new in (*output.scheduled_new_reqs, *output.scheduled_resumed_reqs):
+        for new in (*step.scheduled_new_reqs, *step.scheduled_resumed_reqs):
             self._requests[new.request_id] = _known(new)
-        for diff in output.scheduled_cached_reqs:
+        for diff in step.scheduled_cached_reqs:
             request = self._requests[diff.request_id]
             request.block_ids.extend(diff.new_block_ids)
             request.num_computed_tokens = diff.num_computed_tokens

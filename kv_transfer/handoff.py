@@ -50,7 +50,7 @@ class HandoffConfig:
     """How long a hand-off may stay in a state. In seconds."""
 
     reserve_timeout_s: float = 300.0  # P: until D has blocks; D: until P starts
-    transfer_timeout_s: float = 60.0  # D: without a sign of life from P; P: for the last push
+    transfer_timeout_s: float = 60.0  # then D: without a sign of life; P: for the last push
     heartbeat_s: float = 5.0
     max_early: int = 4096  # starts of requests that D has not been told of yet
 
@@ -149,8 +149,11 @@ class HandoffConnector:
     def add_sink(self, ticket: HandoffTicket, peer: str) -> bool:
         """This node will receive the request from `peer`; whether that has started already."""
         deadline = self._clock() + self.config.reserve_timeout_s
-        self.sinks[str(ticket)] = HandoffSink(ticket, peer, deadline=deadline)
-        return self._early.pop(ticket, None) is not None
+        sink = self.sinks[str(ticket)] = HandoffSink(ticket, peer, deadline=deadline)
+        if self._early.pop(ticket, None) is not None:
+            sink.started = True
+            self._renew(sink)
+        return sink.started
 
     def drop_sink(self, request_id: str, reason: Reason) -> None:
         """Forget a hand-off for which the scheduler was never asked."""
@@ -188,13 +191,15 @@ class HandoffConnector:
         block_size = self._pool.layout.block_size
         first_block = (request.num_tokens - num_external_tokens) // block_size
         sink.reserve(first_block, block_ids[first_block:])
-        self._renew(sink)
         self._transport.open(sink.ticket, sink.block_ids)
         self._tell(EventKind.RESERVED, sink.request_id)
-        self._send(
-            sink.peer,
-            Destination(sink.ticket, self._transport.endpoint, sink.first_block, sink.block_ids),
-        )
+        if sink.started:  # else P may not even have the job, and is told when it starts
+            self._renew(sink)
+            self._send_destination(sink)
+
+    def _send_destination(self, sink: HandoffSink) -> None:
+        endpoint = self._transport.endpoint
+        self._send(sink.peer, Destination(sink.ticket, endpoint, sink.first_block, sink.block_ids))
 
     def build_connector_meta(self, step: StepView) -> HandoffMeta:
         if not self.sources:
@@ -270,8 +275,12 @@ class HandoffConnector:
     def shutdown(self) -> None:
         for source in list(self.sources.values()):
             source.end(Reason.CANCELLED)
-        for sink in list(self.sinks.values()):
-            self._cancel_peer(sink, Reason.CANCELLED)
+            self._advance(source)
+            if not source.writing:
+                self._end_source(source)
+        for sink in self.sinks.values():
+            if not sink.state.ended:
+                self._cancel_peer(sink, Reason.CANCELLED)
         self._flush()
         self._transport.close()
 
@@ -299,8 +308,11 @@ class HandoffConnector:
 
     def next_deadline(self) -> float | None:
         """When `poll` has something to do even if nothing happens, on this connector's clock."""
-        times = [min(s.deadline, s.heartbeat_at or s.deadline) for s in self.sources.values()]
-        times += [sink.deadline for sink in self.sinks.values()]
+        # What has ended only waits for the transport, which calls.
+        sources = [source for source in self.sources.values() if not source.state.ended]
+        times = [source.heartbeat_at for source in sources]
+        times += [source.deadline for source in sources if source.waits_for_peer]
+        times += [sink.deadline for sink in self.sinks.values() if not sink.state.ended]
         times += [deadline for _, deadline in self._early.values()]
         return min(times, default=None)
 
@@ -331,9 +343,10 @@ class HandoffConnector:
     def _settle_source(self, source: HandoffSource, now: float) -> None:
         if source.all_pushed and not source.state.ended:
             self._send(source.peer, source.commit())
-        elif now > source.deadline and source.first_tokens is not None:
+        elif source.waits_for_peer and now > source.deadline:
             source.end(Reason.DEADLINE)
-        elif now > source.heartbeat_at:
+        # Once it has ended, D must not wait for a write that hangs.
+        elif not source.state.ended and now > source.heartbeat_at:
             source.heartbeat_at = now + self.config.heartbeat_s
             self._send(source.peer, Heartbeat(source.ticket))
         if source.state.ended and not source.writing:
@@ -356,8 +369,8 @@ class HandoffConnector:
             self._cancel_peer(sink, Reason.DEADLINE)
         if not sink.state.ended:
             return
-        if not sink.fenced:
-            sink.fenced = self._transport.fence(sink.ticket)
+        # Also where P gave proof: the ticket is over.
+        sink.fenced = self._transport.fence(sink.ticket) or sink.fenced
         if not sink.fenced:
             return
         if sink.state is HandoffState.COMMITTED or sink.released:
@@ -380,11 +393,14 @@ class HandoffConnector:
 
     def _renew(self, sink: HandoffSink) -> None:
         """P has shown that it is alive."""
-        sink.deadline = max(sink.deadline, self._clock() + self.config.transfer_timeout_s)
+        deadline = self._clock() + self.config.transfer_timeout_s
+        sink.deadline = deadline if sink.started else max(sink.deadline, deadline)
 
     def _expect_push(self, source: HandoffSource) -> None:
         """P's part is done but for the push, which may not take for ever."""
-        source.deadline = max(source.deadline, self._clock() + self.config.transfer_timeout_s)
+        deadline = self._clock() + self.config.transfer_timeout_s
+        reserved = source.destination is not None
+        source.deadline = deadline if reserved else max(source.deadline, deadline)
 
     # ------------------------------------------------------------------ messages
 
@@ -407,8 +423,11 @@ class HandoffConnector:
     def _on_started(self, message: PrefillStarted) -> None:
         sink = self.sinks.get(str(message.ticket))
         if sink is not None:
+            sink.started = True
             self._renew(sink)
             self._tell(EventKind.STARTED, sink.request_id)
+            if sink.state is HandoffState.READY:
+                self._send_destination(sink)
         elif len(self._early) < self.config.max_early:
             deadline = self._clock() + self.config.transfer_timeout_s
             self._early[message.ticket] = (message, deadline)
@@ -426,8 +445,7 @@ class HandoffConnector:
             return
         if source.state is not HandoffState.RESERVING:
             return
-        source.destination = message
-        source.state = HandoffState.READY
+        source.reserve(message)
         self._expect_push(source)
         if source.first_tokens is not None and not source.pinned:
             self._tell(EventKind.RECOMPUTE, source.request_id)
@@ -448,15 +466,18 @@ class HandoffConnector:
                 self._renew(sink)
             case Commit():
                 sink.fenced = True
-                sink.accept(message, self._pool)
-                if sink.reason is Reason.CHECKSUM:
-                    self._lose(sink, Reason.CHECKSUM)
-                elif sink.state is HandoffState.COMMITTED:
-                    self._tell(EventKind.COMMITTED, sink.request_id)
+                if not sink.state.ended:
+                    self._on_commit(sink, message)
             case Closed():
                 sink.fenced = True
                 if not sink.state.ended:
                     self._lose(sink, message.reason)
+
+    def _on_commit(self, sink: HandoffSink, commit: Commit) -> None:
+        if sink.accept(commit, self._pool):
+            self._tell(EventKind.COMMITTED, sink.request_id)
+        else:
+            self._lose(sink, Reason.CHECKSUM)
 
     def _cancel_peer(self, sink: HandoffSink, reason: Reason) -> None:
         self._send(sink.peer, Cancel(sink.ticket, reason, self._transport.endpoint))

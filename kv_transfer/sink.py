@@ -30,6 +30,7 @@ class HandoffSink:
     tokens: tuple[int, ...] = ()  # came with the commit
     deadline: float = 0.0
     released: bool = False  # the request has ended here; only its blocks remain
+    started: bool = False  # P has started: it lives, and gives signs of it
     fenced: bool = False
 
     @property
@@ -39,20 +40,23 @@ class HandoffSink:
 
     def reserve(self, first_block: int, block_ids: Sequence[int]) -> None:
         """The scheduler gave blocks; `first_block` is the number of the first in the prompt."""
-        assert self.state is HandoffState.RESERVING
-        self.state = HandoffState.READY
+        self.state = self.state.then(HandoffState.READY)
         self.first_block = first_block
         self.block_ids = tuple(block_ids)
 
-    def accept(self, commit: Commit, pool: BlockPoolMemory) -> None:
-        """All blocks are here; check them and take the token."""
-        if self.state.ended:
-            return
-        if commit.checksums and not self._checksums_match(commit.checksums, pool):
+    def accept(self, commit: Commit, pool: BlockPoolMemory) -> bool:
+        """All blocks are here, says P. If so take the token, or else end."""
+        if not self._holds(commit, pool):
             self.end(Reason.CHECKSUM)
-            return
-        self.state = HandoffState.COMMITTED
+            return False
+        self.state = self.state.then(HandoffState.COMMITTED)
         self.tokens = commit.token_ids
+        return True
+
+    def _holds(self, commit: Commit, pool: BlockPoolMemory) -> bool:
+        if not self.block_ids:
+            return False
+        return not commit.checksums or self._checksums_match(commit.checksums, pool)
 
     def _checksums_match(self, checksums: Sequence[int], pool: BlockPoolMemory) -> bool:
         return len(checksums) == len(self.block_ids) and all(
@@ -63,5 +67,5 @@ class HandoffSink:
     def end(self, reason: Reason) -> None:
         """End unhappily; the first reason stays."""
         if not self.state.ended:
-            self.state = ended_state(reason)
+            self.state = self.state.then(ended_state(reason))
             self.reason = reason

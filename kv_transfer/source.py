@@ -61,6 +61,11 @@ class HandoffSource:
         return self._write is not None
 
     @property
+    def waits_for_peer(self) -> bool:
+        """Whether P has done its part for now: D has to reserve, or the push has to end."""
+        return self.first_tokens is not None and (self.pinned or self.destination is None)
+
+    @property
     def revocable(self) -> bool:
         """Whether its blocks are kept only because D has not reserved any yet."""
         return self.pinned and self.destination is None and not self.writing
@@ -74,6 +79,11 @@ class HandoffSource:
             and not self.writing
             and self.num_blocks_left == 0
         )
+
+    def reserve(self, destination: Destination) -> None:
+        """D has blocks."""
+        self.state = self.state.then(HandoffState.READY)
+        self.destination = destination
 
     def progress(self, table: Sequence[int], num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens are computed, into the blocks of `table`."""
@@ -105,10 +115,13 @@ class HandoffSource:
         return arrived
 
     def _start_write(self, transport: Transport, destination: Destination) -> None:
-        if self.state is HandoffState.READY:
-            self.state = HandoffState.PUSHING
         start, end = self._next_block, self.num_ready
         theirs = destination.block_ids[start - destination.first_block :]
+        if len(theirs) < end - start:
+            self.end(Reason.LAYOUT)  # D believes that the request is shorter
+            return
+        if self.state is HandoffState.READY:
+            self.state = self.state.then(HandoffState.PUSHING)
         pairs = tuple(zip(self.table[start:end], theirs[: end - start], strict=True))
         self._write_end = end
         self._write = transport.write(self.peer, self.ticket, pairs)
@@ -132,12 +145,12 @@ class HandoffSource:
         """The message that gives D the request. All blocks are pushed."""
         assert self.all_pushed
         assert self.first_tokens is not None
-        self.state = HandoffState.COMMITTED
+        self.state = self.state.then(HandoffState.COMMITTED)
         checksums = tuple(self._checksums[number] for number in sorted(self._checksums))
         return Commit(self.ticket, self.first_tokens, checksums)
 
     def end(self, reason: Reason) -> None:
         """End unhappily; the first reason stays."""
         if not self.state.ended:
-            self.state = ended_state(reason)
+            self.state = self.state.then(ended_state(reason))
             self.reason = reason

@@ -29,6 +29,11 @@ class HandoffState(enum.StrEnum):
     def may_become(self, later: HandoffState) -> bool:
         return later in _LATER[self]
 
+    def then(self, later: HandoffState) -> HandoffState:
+        """The later state, which must be one that may follow."""
+        assert self.may_become(later), f"{self} → {later}"
+        return later
+
 
 _UNHAPPY = frozenset({HandoffState.ABORTED, HandoffState.EXPIRED, HandoffState.FAILED})
 _ENDED = _UNHAPPY | {HandoffState.COMMITTED}

@@ -14,6 +14,8 @@ Commit and Closed are proof that P writes no more under that ticket.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kv_transfer.states import Reason
@@ -39,8 +41,8 @@ class Destination(msgspec.Struct, frozen=True, tag="destination"):
 
     ticket: HandoffTicket
     sender: str  # D's endpoint
-    first_block: int
-    block_ids: tuple[int, ...]
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
+    block_ids: tuple[Annotated[int, msgspec.Meta(ge=1)], ...]  # 0 is the null block
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -102,5 +104,5 @@ def decode(data: bytes) -> Message:
         if version != VERSION:
             raise BadMessage(f"the peer speaks version {version}, this node version {VERSION}")
         return _decoder.decode(data).message
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # nested deeper than any stack
         raise BadMessage(f"not a message: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvrelay import __version__
+from kvrelay.stop_signals import end_on_stop_signals
 from protocol import ConfigError, KvrelayError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -85,6 +87,7 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Serve a model on this machine: gateway, router, prefill and decode nodes in one process."""
+    end_on_stop_signals()
     _set_up_logging(log_level)
     # Here, so that `kvrelay --help` does not wait for a web framework.
     from cluster import LocalConfig, ServeConfig, Topology
@@ -137,12 +140,13 @@ def fetch(
 
 
 def _cache_dir(given: Path | None) -> Path:
-    import os
-
-    if given is not None:
-        return given.expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvrelay"
+    if given is None:
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "kvrelay"
+    path = Path(os.path.expanduser(given))  # Path's own raises for a user who does not exist
+    if path.exists() and not path.is_dir():
+        raise ConfigError("cache-dir", f"{path} is not a directory")
+    return path
 
 
 def _set_up_logging(level: str) -> None:
@@ -157,14 +161,18 @@ def _set_up_logging(level: str) -> None:
 def main() -> None:
     """The `kvrelay` command."""
     try:
-        app(standalone_mode=True)
+        sys.exit(app(standalone_mode=False))
+    except typer.TyperException as error:  # options that cannot be parsed
+        _fail(error.format_message())
     except ConfigError as error:
-        option = error.field.replace("_", "-")
+        option = _OPTIONS.get(error.field, error.field.replace("_", "-"))
         _fail(f"--{option}: {error.problem}" if option in _option_names() else str(error))
     except KvrelayError as error:
         _fail(str(error))
-    except KeyboardInterrupt:  # before the server has taken over the signals
-        sys.exit(0)
+
+
+# Settings whose option has another name.
+_OPTIONS = {"api_keys": "api-key", "kv-memory-bytes": "kv-memory"}
 
 
 def _option_names() -> frozenset[str]:
@@ -174,5 +182,8 @@ def _option_names() -> frozenset[str]:
 
 
 def _fail(message: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/bold red] {escape(message)}")
+    """One line, and the status of a wrong command. Without a message, help has been printed."""
+    if message:
+        line = escape(" ".join(message.split()))
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/bold red] {line}")
     sys.exit(2)

@@ -39,7 +39,8 @@ class ProgressBars:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._progress.stop()
+        if self._tasks:  # stopping what never started would print an empty line
+            self._progress.stop()
 
     def update(self, stage: Stage, done: int, total: int) -> None:
         if stage not in self._tasks:

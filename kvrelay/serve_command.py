@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster import LocalCluster, LocalConfig, ServeConfig
-from cluster.server import bind, make_cluster, serve
+from cluster.server import bind, make_cluster, serve, served_model
 from engine.weights import ModelFiles, ModelStore
 from gateway import GatewayConfig
 from kvrelay.progress import ProgressBars
 from kvrelay.sizes import format_size
+from kvrelay.stop_signals import ignore_stop_signals
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class ServeCommand:
             port = listener.getsockname()[1]
             files = resolve_model(self.serve, self.console)
             self.console.print(f"[bold]model[/bold]    {_describe_model(files)}")
+            model = served_model(files, self.local)
             cluster = make_cluster(files, self.local)
             self.console.print(_node_table(cluster))
 
@@ -49,7 +51,8 @@ class ServeCommand:
                     soft_wrap=True,
                 )
 
-            asyncio.run(serve(cluster, listener, self.gateway, on_ready))
+            asyncio.run(serve(cluster, model, listener, self.gateway, on_ready))
+            ignore_stop_signals()
         self.console.print("stopped")
 
 
@@ -67,10 +70,15 @@ def _describe_model(files: ModelFiles) -> str:
     )
 
 
+_NODE_COLUMNS = (
+    *("node", "role", "KV blocks", "KV tokens", "KV memory"),
+    *("seats", "tokens/step", "longest"),
+)
+
+
 def _node_table(cluster: LocalCluster) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = ("node", "role", "KV blocks", "KV tokens", "KV memory", "step", "seats", "longest")
-    for column in columns:
+    for column in _NODE_COLUMNS:
         table.add_column(column, justify="left" if column in ("node", "role") else "right")
     bytes_per_block = cluster.config.kv_cache(cluster.files.config).bytes_per_block
     for node in cluster.nodes:
@@ -81,9 +89,9 @@ def _node_table(cluster: LocalCluster) -> Table:
             f"{info.num_blocks} x {info.block_size}",
             str(info.num_blocks * info.block_size),
             format_size(info.num_blocks * bytes_per_block),
-            f"{info.max_num_batched_tokens} tokens",
             str(info.max_num_seqs),
-            f"{info.max_model_len} tokens",
+            str(info.max_num_batched_tokens),
+            str(info.max_model_len),
         )
     return table
 

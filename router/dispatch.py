@@ -15,7 +15,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 
 from directory import Directory
 from protocol import (
@@ -123,6 +123,7 @@ class Dispatcher:
             started = True
         finally:
             if not started:  # refused by a node, or our caller was cancelled
+                flight.abort()  # whatever nodes still say of it is stale
                 self._spawn(self._end(flight))
 
     async def status(self) -> ClusterStatus:
@@ -164,19 +165,28 @@ class Dispatcher:
 
     async def _start_attempt(self, flight: Flight, decision: RoutingDecision) -> None:
         """Send the jobs. If a node does not take its job, nobody keeps one, and that is raised."""
-        flight.timeline.routed = self._clock()
-        self._cluster.load.sent(flight.ticket, decision.loads)
-        calls = self._job_calls(flight, decision)
-        flight.open_nodes = set(calls)
-        results = await asyncio.gather(
-            *(self._send(flight, node_id, call) for node_id, call in calls.items()),
-            return_exceptions=True,
-        )
-        errors = [error for error in results if isinstance(error, BaseException)]
-        if errors or flight.ended:
-            await self._leave_nodes(flight)
-        if errors:
-            raise errors[0]
+        async with flight.starting:  # the calls of the attempt before have all come to an end
+            if flight.ended:
+                return
+            ticket = flight.ticket
+            flight.timeline.routed = self._clock()
+            self._cluster.load.sent(ticket, decision.loads)
+            calls = self._job_calls(flight, decision)
+            flight.open_nodes = set(calls)
+            results = await asyncio.gather(
+                *(self._send(flight, node_id, call) for node_id, call in calls.items()),
+                return_exceptions=True,
+            )
+            errors = [error for error in results if isinstance(error, BaseException)]
+            over = not flight.listens_to(ticket)  # the nodes were faster than the calls
+            if not errors and not over:
+                return
+            if not over:
+                flight.next_attempt()  # at once: what the others say of this one is stale
+            self._cluster.load.ended(ticket)
+            await self._cancel(flight.request_id, calls)  # also where it came before the job
+            if not over:
+                raise errors[0]
 
     def _job_calls(
         self, flight: Flight, decision: RoutingDecision
@@ -219,7 +229,11 @@ class Dispatcher:
         try:
             await asyncio.wait_for(call(), _CALL_TIMEOUT_S)
         except TimeoutError:
+            flight.failed_nodes.add(node_id)
             raise NodeLost(f"node {node_id} did not answer within {_CALL_TIMEOUT_S:g} s") from None
+        except KvrelayError:
+            flight.failed_nodes.add(node_id)
+            raise
         self._cluster.load.taken(ticket, node_id)
 
     async def _retry(self, flight: Flight, failure: Failure) -> None:
@@ -232,14 +246,22 @@ class Dispatcher:
             if flight.ended:
                 return
             try:
-                await self._start_attempt(flight, self._decide_again(flight))
+                await self._start_again(flight)
             except KvrelayError as refused:
                 error, label = refused, refused.label
-                flight.next_attempt()
                 continue
             return
         flight.fail(error)
         await self._end(flight)
+
+    async def _start_again(self, flight: Flight) -> None:
+        """The next attempt. If this raises, it has failed, and the one behind it is due."""
+        try:
+            decision = self._decide_again(flight)
+        except KvrelayError:
+            flight.next_attempt()
+            raise
+        await self._start_attempt(flight, decision)
 
     async def _retry_after(self, flight: Flight, failure: Failure, nodes: set[str]) -> None:
         await self._cancel(flight.request_id, nodes)
@@ -261,9 +283,9 @@ class Dispatcher:
             return self._decide(self._cluster.facts(flight.request, emitted))
 
     async def _abandon(self, flight: Flight) -> None:
-        """The client wants no more of it."""
+        """The client wants no more of it. Nodes hear of that even if the client cannot wait."""
         flight.abort()
-        await self._end(flight)
+        await asyncio.wait([self._spawn(self._end(flight))])
 
     async def _end(self, flight: Flight) -> None:
         """Free everything that the flight holds, here and on nodes. Harmless when repeated."""
@@ -349,10 +371,11 @@ class Dispatcher:
         finally:
             self._snapshots_under_way.discard(node_id)
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget_task)
+        return task
 
     def _forget_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -38,6 +38,7 @@ class Flight:
         self.attempt = 0
         self.failed_nodes: set[str] = set()
         self.open_nodes: set[str] = set()  # of this attempt, with their last delta to come
+        self.starting = asyncio.Lock()  # held until all nodes of an attempt have answered
         self.timeline = Timeline(arrived=request.arrival_time)
         self.num_cached_tokens = 0
         self.log = TokenLog()
@@ -102,6 +103,10 @@ class Flight:
     @property
     def ended(self) -> bool:
         return self._last is not None or self._error is not None
+
+    def listens_to(self, ticket: HandoffTicket) -> bool:
+        """Whether this is the attempt that is under way."""
+        return ticket == self.ticket and not self.ended
 
     def take(self, delta: Delta) -> bool:
         """A delta of the current attempt; whether the request has ended with it."""

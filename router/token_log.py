@@ -20,11 +20,11 @@ class TokenLog:
 
     def __init__(self) -> None:
         self.emitted: list[int] = []
-        self._ahead: dict[int, Delta] = {}
+        self._ahead: list[Delta] = []
 
     def add(self, delta: Delta) -> Sequence[Delta]:
         """The deltas that are due by now, in order; this one comes later if it is too early."""
-        self._ahead[delta.position] = delta
+        self._ahead.append(delta)
         due = []
         while (ready := self._take_ready()) is not None:
             self.emitted.extend(ready.token_ids[len(self.emitted) - ready.position :])
@@ -36,5 +36,7 @@ class TokenLog:
         self._ahead.clear()
 
     def _take_ready(self) -> Delta | None:
-        positions = [position for position in self._ahead if position <= len(self.emitted)]
-        return self._ahead.pop(min(positions)) if positions else None
+        for index, delta in enumerate(self._ahead):
+            if delta.position <= len(self.emitted):
+                return self._ahead.pop(index)
+        return None

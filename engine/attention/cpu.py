@@ -96,8 +96,9 @@ class _PrefillChunk:
         start, end = metadata.query_starts[sequence], metadata.query_starts[sequence + 1]
         self._queries = slice(start, end)
         context_len = metadata.context_lens[sequence]
-        self._is_whole = context_len == end - start
-        self._mask = torch.arange(context_len) <= metadata.positions[start:end, None]
+        self._mask: Tensor | None = None  # not needed without context: each sees the ones before
+        if context_len > end - start:
+            self._mask = torch.arange(context_len) <= metadata.positions[start:end, None]
 
     def attend(self, rows: Tensor, query: Tensor, output: Tensor) -> None:
         keys, values = self._gather(rows, query.dtype)
@@ -105,8 +106,8 @@ class _PrefillChunk:
             query[self._queries].transpose(0, 1)[None],
             keys,
             values,
-            attn_mask=None if self._is_whole else self._mask,
-            is_causal=self._is_whole,
+            attn_mask=self._mask,
+            is_causal=self._mask is None,
             enable_gqa=True,
         )
         output[self._queries] = attended[0].transpose(0, 1)

@@ -1,0 +1,25 @@
+"""What Ctrl-C and SIGTERM do before and after a server runs, which handles them itself."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def end_on_stop_signals() -> None:
+    """The first one ends the process, in order and with status 0; more change nothing."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, _end)
+
+
+def ignore_stop_signals() -> None:
+    """The process is about to end by itself, and an interrupted end would print a traceback."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    ignore_stop_signals()
+    raise SystemExit(0)

@@ -1,0 +1,389 @@
+"""Two whole nodes without a thread, on a network where everything happens when a test says so.
+
+Schedulers, connectors, roles and a model that reads back every KV slot are the real ones. Only
+threads, clock and transport are replaced, so any order of events can be played, and played again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from decode_node import LocalDecodeNode
+from engine import Engine, EngineHost, KVCacheConfig
+from engine.outputs import OutputStream
+from kv_transfer import (
+    BlockLayout,
+    BlockPoolMemory,
+    HandoffConfig,
+    HandoffConnector,
+    PeerUnreachable,
+    WriteState,
+)
+from prefill_node import LocalPrefillNode
+from protocol import (
+    DecodeJob,
+    Delta,
+    GenerationRequest,
+    HandoffTicket,
+    NodeInfo,
+    OutputBatch,
+    PrefillJob,
+    Role,
+    SamplingParams,
+)
+from scheduler import (
+    CacheConfig,
+    ModelRunnerOutput,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+)
+from tests.hash_model import HashRunner, expected_tokens
+
+NUM_BLOCKS = 9  # usable ones of each node: room for one long request and a bit
+CALLER = "router"
+CONFIG = HandoffConfig(
+    reserve_timeout_s=300.0, transfer_timeout_s=60.0, heartbeat_s=5.0, max_early=2
+)
+
+
+class PlayedWrite:
+    """Copies a block whenever it is told to, from a block that nobody else may have by then."""
+
+    def __init__(
+        self,
+        source: PlayedTransport,
+        target: PlayedTransport,
+        ticket: HandoffTicket,
+        pairs: Sequence[tuple[int, int]],
+    ) -> None:
+        self.state = WriteState.PENDING
+        self.checksums: list[int] = []
+        self.ticket = ticket
+        self.target = target
+        self.source = source
+        self.begun = False
+        self._pairs = list(pairs)
+
+    def go_on(self) -> None:
+        """Copy the next block, if the target lets us begin."""
+        if not self.begun and not self.target.may_begin(self.ticket, self._pairs):
+            self.state = WriteState.FAILED
+            return
+        self.begun = True
+        ours, theirs = self._pairs.pop(0)
+        assert self.is_void or self.source.holds(self.ticket, ours), "P gave away what is read"
+        assert self.target.holds(self.ticket, theirs), "D gave away what is written to"
+        block = self.source.memory[ours]
+        self.target.memory[theirs] = block
+        self.checksums.append(xxhash.xxh3_64_intdigest(block.tobytes()))
+        if not self._pairs:
+            self.state = WriteState.DONE
+
+    @property
+    def is_void(self) -> bool:
+        """Whether P knows that its request lost the blocks."""
+        source = self.source.connector.sources.get(str(self.ticket))
+        return source is not None and source._void
+
+    def fail(self) -> None:
+        self.state = WriteState.FAILED
+
+
+class Network:
+    """Messages that were sent and not yet delivered, and writes that are under way.
+
+    With `exact_fences` a target refuses writes under a ticket that it has closed. Without, it can
+    only hope that P stops, as with remote DMA, and nothing but P's word is proof.
+    """
+
+    def __init__(self, *, exact_fences: bool) -> None:
+        self.exact_fences = exact_fences
+        self.ends: dict[str, PlayedTransport] = {}
+        self.mail: list[tuple[PlayedTransport, bytes]] = []
+        self._writes: list[PlayedWrite] = []
+
+    def find(self, endpoint: str) -> PlayedTransport:
+        if endpoint not in self.ends:
+            raise PeerUnreachable(f"there is no node at {endpoint}")
+        return self.ends[endpoint]
+
+    @property
+    def writes(self) -> list[PlayedWrite]:
+        """Those that are under way."""
+        self._writes = [write for write in self._writes if write.state is WriteState.PENDING]
+        return self._writes
+
+    def add(self, write: PlayedWrite) -> PlayedWrite:
+        self._writes.append(write)
+        return write
+
+    def deliver(self, index: int = 0) -> None:
+        target, message = self.mail.pop(index)
+        target.inbox.append(message)
+
+
+class PlayedTransport:
+    def __init__(self, network: Network, name: str) -> None:
+        self.endpoint = f"played:{name}"
+        self.inbox: list[bytes] = []
+        self._network = network
+        self._open: dict[HandoffTicket, frozenset[int]] = {}
+        self.table_of: Callable[[str], Sequence[int]]
+        self.connector: HandoffConnector
+
+    def register(self, pool: BlockPoolMemory, on_activity: Callable[[], None]) -> None:
+        self._layout = pool.layout
+        self.memory: NDArray[np.uint64] = cast("NDArray[np.uint64]", pool.owner)
+        self._network.ends[self.endpoint] = self
+
+    def peer_layout(self, peer: str) -> BlockLayout:
+        return self._network.find(peer)._layout
+
+    def open(self, ticket: HandoffTicket, block_ids: Sequence[int]) -> None:
+        assert ticket not in self._open
+        self._open[ticket] = frozenset(block_ids)
+
+    def write(
+        self, peer: str, ticket: HandoffTicket, blocks: Sequence[tuple[int, int]]
+    ) -> PlayedWrite:
+        assert blocks
+        return self._network.add(PlayedWrite(self, self._network.find(peer), ticket, blocks))
+
+    def notify(self, peer: str, message: bytes) -> None:
+        self._network.mail.append((self._network.find(peer), message))
+
+    def receive(self) -> Sequence[bytes]:
+        received, self.inbox = self.inbox, []
+        return received
+
+    def fence(self, ticket: HandoffTicket) -> bool:
+        self._open.pop(ticket, None)
+        running = any(w.ticket == ticket and w.begun for w in self._network.writes)
+        return self._network.exact_fences and not running
+
+    def close(self) -> None:
+        del self._network.ends[self.endpoint]
+
+    # ------------------------------------------------------------------ as the target of a write
+
+    def may_begin(self, ticket: HandoffTicket, pairs: Sequence[tuple[int, int]]) -> bool:
+        if not self._network.exact_fences:
+            return True
+        return self._open.get(ticket, frozenset()).issuperset(theirs for _, theirs in pairs)
+
+    def holds(self, ticket: HandoffTicket, block_id: int) -> bool:
+        """Whether the block still belongs to this request."""
+        return block_id in self.table_of(str(ticket))
+
+    @property
+    def open_tickets(self) -> list[HandoffTicket]:
+        return list(self._open)
+
+
+class PlayedStream:
+    """Stands in for the caller's stream: what the caller was told."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+
+    def put(self, batch: OutputBatch) -> bool:
+        self.deltas.extend(batch.deltas)
+        return True
+
+
+class PlayedRunner(HashRunner):
+    """Lets bytes travel before it computes, as they do while a real step runs."""
+
+    def __init__(self, kv_cache: KVCacheConfig, network: Network) -> None:
+        super().__init__(kv_cache)
+        self._network = network
+        self.num_early_blocks = 0  # copied of each write before the step is computed
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        for _ in range(self.num_early_blocks):
+            for write in list(self._network.writes):
+                write.go_on()
+        return super().execute(step)
+
+
+class PlayedNode:
+    """A node whose rounds are run by hand."""
+
+    def __init__(self, network: Network, name: str, role: Role, clock: Callable[[], float]) -> None:
+        kv_cache = KVCacheConfig(
+            num_blocks=NUM_BLOCKS + 1, block_size=16, num_layers=1, num_kv_heads=1, head_dim=1
+        )
+        self.runner = PlayedRunner(kv_cache, network)
+        self.transport = PlayedTransport(network, name)
+        self.connector = HandoffConnector(self.transport, clock, CONFIG)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=6,
+                max_num_batched_tokens=24,
+                long_prefill_token_threshold=12,
+                policy="priority",
+                scheduler_reserve_full_isl=False,
+                max_model_len=NUM_BLOCKS * 16,
+                max_parked_blocks=NUM_BLOCKS,
+            ),
+            CacheConfig(num_blocks=NUM_BLOCKS + 1, block_size=16),
+            self.connector,
+        )
+        info = NodeInfo(
+            node_id=name,
+            role=role,
+            model="hash",
+            fingerprint="hash",
+            endpoint=self.transport.endpoint,
+            block_size=16,
+            num_blocks=NUM_BLOCKS,
+            max_model_len=NUM_BLOCKS * 16,
+            max_num_seqs=6,
+            max_num_batched_tokens=24,
+        )
+        engine = Engine(self.scheduler, self.runner, self.connector)
+        self.host = EngineHost(info, engine, clock=clock)
+        layout = BlockLayout(
+            fingerprint="hash",
+            dtype="float32",
+            block_size=16,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            bytes_per_block=kv_cache.bytes_per_block,
+        )
+        pool = BlockPoolMemory(
+            layout, self.runner.pool.ctypes.data, NUM_BLOCKS + 1, self.runner.pool
+        )
+        self.connector.register_kv_caches(pool, self.host.wake)
+        self.transport.table_of = self.scheduler.kv.block_table
+        self.transport.connector = self.connector
+        self.stream = PlayedStream()
+        self.host._streams[CALLER] = cast(OutputStream, self.stream)
+
+    def play(self, node: LocalPrefillNode | LocalDecodeNode) -> None:
+        """Be ready, as `start` makes it, but for the thread."""
+        self.host._role = node._role
+        self.host._status = self.host._make_status()
+
+    def round(self, num_early_blocks: int = 0) -> None:
+        """What the thread would do once, while so many blocks of each write travel."""
+        self.runner.num_early_blocks = num_early_blocks
+        self.host._run_once()
+        self.scheduler.check_integrity()
+
+    def cancel(self, request_id: str) -> None:
+        self.host.post(lambda: self.host.cancel(request_id))
+
+    @property
+    def at_rest(self) -> bool:
+        counts = self.scheduler.block_counts()
+        return not (
+            self.host.jobs
+            or self.scheduler.has_requests()
+            or counts.used
+            or counts.quarantined
+            or not self.connector.idle
+            or self.host._commands
+        )
+
+    def check_nothing_is_left(self) -> None:
+        assert self.at_rest
+        assert self.transport.open_tickets == []
+        assert self.connector.next_deadline() is None
+        for name in ("_outbox", "_early", "_recving", "_sent", "sources", "sinks", "_events"):
+            assert not vars(self.connector)[name], name
+        assert self.host._status.blocks.balanced
+        assert self.host._status.transfers.active == 0
+        assert self.host._status.num_intake == 0
+        assert not self.host._pending
+
+
+class World:
+    """P, D, the network between them, and what was asked of them."""
+
+    def __init__(self, *, exact_fences: bool) -> None:
+        self.now = 1000.0
+        self.network = Network(exact_fences=exact_fences)
+        self.p = PlayedNode(self.network, "p", Role.PREFILL, lambda: self.now)
+        self.d = PlayedNode(self.network, "d", Role.DECODE, lambda: self.now)
+        self._prefill = LocalPrefillNode(self.p.host, self.p.connector)
+        self._decode = LocalDecodeNode(self.d.host, self.d.connector)
+        self.p.play(self._prefill)
+        self.d.play(self._decode)
+        self.requests: dict[str, GenerationRequest] = {}
+        self.cancelled: set[str] = set()
+
+    def ask(self, prompt: Sequence[int], max_tokens: int, priority: int) -> GenerationRequest:
+        """Nobody has it yet."""
+        request = GenerationRequest(
+            request_id=f"r{len(self.requests)}",
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            arrival_time=self.now + len(self.requests),
+            priority=priority,
+        )
+        self.requests[request.request_id] = request
+        return request
+
+    def give_p(self, request: GenerationRequest) -> None:
+        job = PrefillJob(
+            request=request, caller=CALLER, decode_endpoint=self.d.transport.endpoint
+        )
+        self.p.host.submit(job, self._prefill._role.accept)
+
+    def give_d(self, request: GenerationRequest) -> None:
+        job = DecodeJob(
+            request=request, caller=CALLER, prefill_endpoint=self.p.transport.endpoint
+        )
+        self.d.host.submit(job, self._decode._role.accept)
+
+    def cancel(self, request: GenerationRequest) -> None:
+        """On both, as a dispatcher does when one of them failed or the client left."""
+        self.cancelled.add(request.request_id)
+        self.p.cancel(request.request_id)
+        self.d.cancel(request.request_id)
+
+    def calm_down(self) -> None:
+        """All messages and writes arrive, and time goes by, until nothing happens any more."""
+        for _ in range(200):
+            if self.p.at_rest and self.d.at_rest and not self.network.mail:
+                self.p.round(), self.d.round()
+                return
+            for _ in range(30):
+                self.p.round(), self.d.round()
+                while self.network.mail:
+                    self.network.deliver()
+                for write in list(self.network.writes):
+                    write.go_on()
+            self.now += CONFIG.heartbeat_s + 0.1
+        raise AssertionError(
+            [vars(self.p.connector), vars(self.d.connector), self.p.host.jobs, self.d.host.jobs]
+        )
+
+    def check_answers(self) -> None:
+        """Each request has its tokens, or a failure was told, or nobody wants it any more."""
+        for request_id, request in self.requests.items():
+            mine = [
+                delta
+                for node in (self.p, self.d)
+                for delta in node.stream.deltas
+                if delta.request_id == request_id
+            ]
+            expected = expected_tokens(request.prompt_token_ids, request.sampling)
+            for delta in mine:
+                end = delta.position + len(delta.token_ids)
+                assert list(delta.token_ids) == expected[delta.position : end], "wrong tokens"
+            told = sorted(mine, key=lambda delta: delta.position)
+            tokens = [token for delta in told for token in delta.token_ids]
+            if any(delta.finish_reason for delta in mine):
+                assert tokens == expected
+                assert not any(delta.failure for delta in self.d.stream.deltas if delta in mine)
+            elif request_id not in self.cancelled:
+                assert any(delta.failure for delta in mine), "no answer and no failure"

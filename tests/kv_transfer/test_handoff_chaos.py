@@ -1,0 +1,182 @@
+"""Any order of events between two nodes: right tokens or a failure, and nothing left."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from protocol import GenerationRequest
+from tests.kv_transfer.handoff_world import CONFIG, World
+
+_PREFIX = random.Random(0).choices(range(2, 50_000), k=32)
+
+
+def prompt_of(length: int, seed: int, shared: int) -> list[int]:
+    own = random.Random(f"{length}/{seed}").choices(range(2, 50_000), k=length)
+    return _PREFIX[:shared] + own
+
+
+class HandoffLife(RuleBasedStateMachine):
+    """What may happen on any network. Messages keep their order, and none gets lost."""
+
+    exact_fences = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(exact_fences=self.exact_fences)
+        self.for_p: list[GenerationRequest] = []
+        self.for_d: list[GenerationRequest] = []
+
+    # ------------------------------------------------------------------ the ordinary course
+
+    @precondition(lambda self: len(self.world.requests) < 8)
+    @rule(
+        length=st.sampled_from((1, 16, 33, 60, 90)),
+        shared=st.sampled_from((0, 16, 32)),
+        max_tokens=st.sampled_from((2, 3, 16)),
+        priority=st.integers(0, 2),
+    )
+    def ask(self, length: int, shared: int, max_tokens: int, priority: int) -> None:
+        prompt = prompt_of(length, len(self.world.requests), shared)
+        request = self.world.ask(prompt, max_tokens, priority)
+        self.for_p.append(request)
+        self.for_d.append(request)
+
+    @precondition(lambda self: self.for_p)
+    @rule()
+    def give_p(self) -> None:
+        self.world.give_p(self.for_p.pop(0))
+
+    @precondition(lambda self: self.for_d)
+    @rule()
+    def give_d(self) -> None:
+        self.world.give_d(self.for_d.pop(0))
+
+    @rule(rounds=st.integers(1, 4), num_early_blocks=st.integers(0, 3))
+    def p_goes_on(self, rounds: int, num_early_blocks: int) -> None:
+        for _ in range(rounds):
+            self.world.p.round(num_early_blocks)
+
+    @rule(rounds=st.integers(1, 4), num_early_blocks=st.integers(0, 1))
+    def d_goes_on(self, rounds: int, num_early_blocks: int) -> None:
+        for _ in range(rounds):
+            self.world.d.round(num_early_blocks)
+
+    @rule(rounds=st.integers(1, 4))
+    def all_but_writes_go_on(self, rounds: int) -> None:
+        for _ in range(rounds):
+            while self.world.network.mail:
+                self.world.network.deliver()
+            self.world.p.round()
+            self.world.d.round()
+
+    @precondition(lambda self: self.world.network.mail)
+    @rule(count=st.integers(1, 3))
+    def messages_arrive(self, count: int) -> None:
+        for _ in range(min(count, len(self.world.network.mail))):
+            self.world.network.deliver()
+
+    @precondition(lambda self: self.world.network.writes)
+    @rule(data=st.data())
+    def a_write_goes_on(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.world.network.writes)).go_on()
+
+    # ------------------------------------------------------------------ what may go wrong
+
+    @precondition(lambda self: self.world.requests)
+    @rule(data=st.data(), seldom=st.integers(0, 2))
+    def the_client_leaves(self, data: st.DataObject, seldom: int) -> None:
+        if not seldom:
+            self.world.cancel(data.draw(st.sampled_from(list(self.world.requests.values()))))
+
+    @precondition(lambda self: self.world.network.writes)
+    @rule(data=st.data(), seldom=st.integers(0, 2))
+    def a_write_fails(self, data: st.DataObject, seldom: int) -> None:
+        if not seldom:
+            data.draw(st.sampled_from(self.world.network.writes)).fail()
+
+    @rule(
+        seconds=st.sampled_from((CONFIG.heartbeat_s, CONFIG.transfer_timeout_s)),
+        seldom=st.integers(0, 2),
+    )
+    def time_goes_by(self, seconds: float, seldom: int) -> None:
+        if not seldom:
+            self.world.now += seconds + 0.1
+
+    # ------------------------------------------------------------------ what is always true
+
+    @invariant()
+    def all_blocks_are_accounted_for(self) -> None:
+        assert self.world.p.scheduler.block_counts().balanced
+        assert self.world.d.scheduler.block_counts().balanced
+
+    def teardown(self) -> None:
+        for request in self.for_p:
+            self.world.give_p(request)
+        for request in self.for_d:
+            self.world.give_d(request)
+        self.world.calm_down()
+        self.world.check_answers()
+        self.world.p.check_nothing_is_left()
+        self.world.d.check_nothing_is_left()
+
+
+class HandoffLifeWithoutFences(HandoffLife):
+    """D cannot keep P from writing: only P's word is proof."""
+
+    exact_fences = False
+
+
+class HandoffLifeOnABadNetwork(HandoffLife):
+    """Messages get lost, come twice, and overtake each other; blocks are damaged."""
+
+    @precondition(lambda self: self.world.network.mail)
+    @rule(data=st.data())
+    def a_message_is_lost(self, data: st.DataObject) -> None:
+        mail = self.world.network.mail
+        del mail[data.draw(st.integers(0, len(mail) - 1))]
+
+    @precondition(lambda self: self.world.network.mail)
+    @rule(data=st.data())
+    def a_message_comes_twice(self, data: st.DataObject) -> None:
+        mail = self.world.network.mail
+        mail.append(data.draw(st.sampled_from(mail)))
+
+    @precondition(lambda self: self.world.network.mail)
+    @rule(data=st.data())
+    def a_message_overtakes_others(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.world.network.mail) - 1))
+        self.world.network.deliver(index)
+
+    @rule(data=st.data())
+    def a_block_is_damaged(self, data: st.DataObject) -> None:
+        """Only what a hand-off that is under way has brought; the rest is D's own."""
+        sinks = [s for s in self.world.d.connector.sinks.values() if s.block_ids]
+        if sinks:
+            sink = data.draw(st.sampled_from(sinks))
+            block_id = data.draw(st.sampled_from(sink.block_ids))
+            self.world.d.runner.pool[block_id, 0] ^= 1
+
+
+_SETTINGS = settings(
+    max_examples=40,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+
+class TestHandoffLife(HandoffLife.TestCase):
+    settings = _SETTINGS
+
+
+class TestHandoffLifeWithoutFences(HandoffLifeWithoutFences.TestCase):
+    settings = _SETTINGS
+
+
+class TestHandoffLifeOnABadNetwork(HandoffLifeOnABadNetwork.TestCase):
+    settings = _SETTINGS
