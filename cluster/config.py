@@ -56,9 +56,15 @@ class LocalConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:
-        for name in ("num_prefill", "num_decode", "block_size", "kv_memory_bytes"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(_flag(name), f"must be at least 1, not {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                "max-num-batched-tokens",
+                f"must be at least max-num-seqs ({self.max_num_seqs}), "
+                f"not {self.max_num_batched_tokens}",
+            )
         if self.block_size % HASH_BLOCK_SIZE:
             raise ConfigError(
                 "block-size", f"must be a multiple of {HASH_BLOCK_SIZE}, not {self.block_size}"
@@ -127,8 +133,15 @@ class ServeConfig:
             raise ConfigError("port", f"must be from 0 to 65535, not {self.port}")
 
 
+_AT_LEAST_ONE = (
+    *("num_prefill", "num_decode", "block_size", "kv_memory_bytes"),
+    *("max_num_seqs", "max_num_batched_tokens"),
+)
+_FLAGS = {"num_prefill": "prefill", "num_decode": "decode", "kv_memory_bytes": "kv-memory"}
+
+
 def _flag(name: str) -> str:
-    return {"num_prefill": "prefill", "num_decode": "decode"}.get(name, name.replace("_", "-"))
+    return _FLAGS.get(name, name.replace("_", "-"))
 
 
 def _mib(num_bytes: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster.config import LocalConfig
 from cluster.local import NodeCompute, RunnerFactory
+from engine.core_share import CoreShare
 from engine.models import load_model
 from engine.runner_factory import make_model_runner
 from engine.weights import ModelFiles
@@ -18,10 +19,14 @@ def torch_compute(files: ModelFiles, config: LocalConfig) -> RunnerFactory:
     """
     kv_cache = config.kv_cache(files.config)
     model = load_model(files.directory)
+    cores = CoreShare()  # one for all nodes, which compute at the same time
 
     def make() -> NodeCompute:
         runner = make_model_runner(
-            model, num_blocks=kv_cache.num_blocks, block_size=kv_cache.block_size
+            model,
+            num_blocks=kv_cache.num_blocks,
+            block_size=kv_cache.block_size,
+            cores=cores,
         )
         cache = runner.kv_cache
         return NodeCompute(runner, cache.config, cache.base_address, cache)

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 from decode_node.config import DecodeConfig
 from decode_node.intake import Intake
-from engine import ActiveJob, EngineHost, LocalNode
+from engine import ActiveJob, EngineHost, HandoffRole, LocalNode
 from kv_transfer import EventKind, HandoffConnector, HandoffEvent, Reason
-from protocol import DecodeJob, TransferCounts, TransferFailed
+from protocol import DecodeJob, TransferFailed
 from scheduler import RequestUpdate
 
 
-class DecodeRole:
+class DecodeRole(HandoffRole):
     """What a decode node does on its engine's thread."""
 
     def __init__(self, host: EngineHost, connector: HandoffConnector, config: DecodeConfig) -> None:
-        self._host = host
-        self._connector = connector
+        super().__init__(host, connector)
         self._config = config
         self._intake = Intake(self._admit)
 
@@ -45,15 +44,6 @@ class DecodeRole:
         self._host.add_request(active.make_request(active.job.request.sampling))
 
     # ------------------------------------------------------------------ RolePolicy
-
-    def act(self) -> None:
-        for event in self._connector.take_events():
-            active = self._host.jobs.get(event.request_id)
-            if active is not None:
-                self._on_event(active, event)
-
-    def must_act(self) -> bool:
-        return self._connector.has_events
 
     def _on_event(self, active: ActiveJob, event: HandoffEvent) -> None:
         match event.kind:
@@ -110,12 +100,6 @@ class DecodeRole:
 
     def num_intake(self) -> int:
         return len(self._intake)
-
-    def next_deadline(self) -> float | None:
-        return self._connector.next_deadline()
-
-    def transfers(self) -> TransferCounts:
-        return self._connector.counts()
 
 
 class LocalDecodeNode(LocalNode):

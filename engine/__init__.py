@@ -5,6 +5,7 @@ whoever only schedules, or simulates, does without.
 """
 
 from engine.active_job import ActiveJob
+from engine.handoff_role import HandoffRole
 from engine.host import EngineHost, Listener, RolePolicy
 from engine.kv_cache_config import NULL_BLOCK_ID, KVCacheConfig, blocks_within
 from engine.local_node import LocalNode
@@ -15,6 +16,7 @@ __all__ = [
     "ActiveJob",
     "Engine",
     "EngineHost",
+    "HandoffRole",
     "KVCacheConfig",
     "Listener",
     "LocalNode",

@@ -13,6 +13,7 @@ this (hand-off, intake) is in its `RolePolicy`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -20,6 +21,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from engine.active_job import ActiveJob
 from engine.loop import Engine, StepResult
@@ -39,7 +42,7 @@ from protocol import (
     Overloaded,
     TransferCounts,
 )
-from scheduler import Request, RequestStatus, RequestUpdate
+from scheduler import Request, RequestStatus, RequestUpdate, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +157,7 @@ class EngineHost:
             Overloaded: too many jobs are here already, or the node drains.
             PromptTooLong: it could never be computed here.
         """
-        if not self._healthy or self._stopping:
-            raise NodeLost(f"node {self.info.node_id} is down")
+        self._check_runs()
         if self._draining:
             raise Overloaded(f"node {self.info.node_id} is draining", retry_after_s=1.0)
         if len(self.jobs) + len(self._pending) >= self._max_jobs:
@@ -167,28 +169,41 @@ class EngineHost:
         self._pending[str(job.ticket)] = num_tokens
         self.post(lambda: accept(job))
 
+    def _check_runs(self) -> None:
+        if not self._healthy or self._stopping:
+            raise NodeLost(f"node {self.info.node_id} is down")
+
     def status(self) -> NodeStatus:
         """As of the last step."""
         return self._status
 
     async def drain(self) -> None:
-        """Refuse new jobs and return when those under way have ended."""
+        """Refuse new jobs and return when those under way have ended, or the node has."""
         self._draining = True
-        loop = asyncio.get_running_loop()
         drained = asyncio.Event()
-        self.post(lambda: self._drained.append(partial(loop.call_soon_threadsafe, drained.set)))
-        await drained.wait()  # as long as the jobs take; whoever cannot wait stops the node
+        self._drained.append(partial(_call_soon, asyncio.get_running_loop(), drained.set))
+        self.wake()
+        if self._healthy:  # else its thread may have looked for the last time
+            await drained.wait()  # as long as the jobs take; whoever cannot wait stops the node
 
     async def snapshot(self) -> CacheSnapshot:
-        """What can be hit now, as of a number in the sequence of block events."""
+        """What can be hit now, as of a number in the sequence of block events.
+
+        Raises:
+            NodeLost: the node does not run any more.
+            TimeoutError: a step takes too long.
+        """
+        self._check_runs()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[CacheSnapshot] = loop.create_future()
 
-        def take() -> None:
-            loop.call_soon_threadsafe(done.set_result, self._take_snapshot())
+        def answer(snapshot: CacheSnapshot) -> None:
+            if not done.done():  # else nobody waits any more
+                done.set_result(snapshot)
 
-        self.post(take)
-        return await asyncio.wait_for(done, STOP_TIMEOUT_S)
+        self.post(lambda: _call_soon(loop, partial(answer, self._take_snapshot())))
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            return await done
 
     def outputs(self, caller: str) -> AsyncIterator[OutputBatch]:
         """The deltas of this caller's jobs from now on. A second stream ends the first."""
@@ -256,10 +271,18 @@ class EngineHost:
             self._role.on_cancel(active)
 
     def _caller_left(self, caller: str, stream: OutputStream) -> None:
+        if self._forget_stream(caller, stream):  # else it came back
+            self._cancel_jobs_of(caller)
+
+    def _forget_stream(self, caller: str, stream: OutputStream) -> bool:
+        """Whether it was still the caller's."""
         with self._streams_lock:
             if self._streams.get(caller) is not stream:
-                return  # it came back
+                return False
             del self._streams[caller]
+            return True
+
+    def _cancel_jobs_of(self, caller: str) -> None:
         self._cancel_all([j for j in self.jobs.values() if j.job.caller == caller])
 
     # ------------------------------------------------------------------ the loop
@@ -293,18 +316,16 @@ class EngineHost:
     def _timed_step(self) -> StepResult:
         stats = self.engine.scheduler.stats
         prompt_computed, began = stats.prompt_computed, time.perf_counter()
-        result = self.engine.step()
+        result = self.engine.step(self._note_started)
         self._rate.add(stats.prompt_computed - prompt_computed, time.perf_counter() - began)
-        self._note_started(result)
         return result
 
-    def _note_started(self, result: StepResult) -> None:
-        for new in result.scheduled.scheduled_new_reqs:
+    def _note_started(self, scheduled: SchedulerOutput) -> None:
+        for new in scheduled.scheduled_new_reqs:
             active = self.jobs.get(new.request_id)
             if active is not None:
-                request = self.engine.scheduler.requests.get(new.request_id)
-                if request is not None and active.num_cached_tokens is None:
-                    active.num_cached_tokens = request.num_cached_tokens
+                request = self.engine.scheduler.requests[new.request_id]
+                active.num_cached_tokens = request.num_cached_tokens
                 self._role.on_started(active)
 
     def _deliver(self) -> None:
@@ -314,8 +335,11 @@ class EngineHost:
             with self._streams_lock:
                 stream = self._streams.get(caller)
             if stream is None or not stream.put(batch):
-                logger.warning("%s: caller %s does not listen", self.info.node_id, caller)
-                self._cancel_all([j for j in self.jobs.values() if j.job.caller == caller])
+                logger.info("%s: caller %s does not listen", self.info.node_id, caller)
+                if stream is not None:  # if it reads after all, it finds that its stream ended
+                    self._forget_stream(caller, stream)
+                    stream.close()
+                self._cancel_jobs_of(caller)
 
     def _publish(self) -> None:
         self._status = self._make_status()
@@ -329,8 +353,10 @@ class EngineHost:
         self._listener.on_status(self.info, self._status)
 
     def _tell_drained(self) -> None:
-        if self.jobs or self._commands or self._status.transfers.active:
-            return
+        if not (self.jobs or self._commands or self._status.transfers.active):
+            self._end_drains()
+
+    def _end_drains(self) -> None:
         while self._drained:
             self._drained.pop()()
 
@@ -341,14 +367,19 @@ class EngineHost:
         return min(HEARTBEAT_S, max(0.0, deadline - time.monotonic()))
 
     def _shut_down(self) -> None:
+        """Callers hear of it first: they need not wait for transfers that are under way."""
         self._healthy = False
-        if self.engine.connector is not None:
-            self.engine.connector.shutdown()
-        self._status = self._make_status()
         with self._streams_lock:
             streams = list(self._streams.values())
         for stream in streams:
             stream.close()
+        self._end_drains()
+        # The scheduler may have been in the middle of something: what it said last has to do.
+        self._status = msgspec.structs.replace(self._status, healthy=False)
+        if self.engine.connector is not None:
+            self.engine.connector.shutdown()
+        if self._listener is not None:
+            self._listener.on_status(self.info, self._status)
 
     def _take_snapshot(self) -> CacheSnapshot:
         self._publish()  # so that the number covers everything that is in the pool
@@ -385,3 +416,9 @@ class EngineHost:
             num_generated_tokens=stats.generated,
             num_steps=stats.num_steps,
         )
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Call back in the caller's event loop; if that is closed, nobody waits any more."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)

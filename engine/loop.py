@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,11 +43,13 @@ class Engine:
         self.runner = runner
         self.connector = connector
 
-    def step(self) -> StepResult:
+    def step(self, on_scheduled: Callable[[SchedulerOutput], None] | None = None) -> StepResult:
         """Bytes of earlier steps travel while this one is computed."""
         scheduled = self.scheduler.schedule()
         if self.connector is not None:
             self.connector.start_load_kv(scheduled.kv_connector_metadata)
+        if on_scheduled is not None:
+            on_scheduled(scheduled)
         output = self.runner.execute(scheduled)
         transfers = KVConnectorOutput()
         if self.connector is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionMetadata, CpuAttention
+from engine.core_share import CoreShare
 from engine.kv_cache import KVCache
 from engine.models import CausalLM
 from engine.sampler import sample
@@ -46,9 +47,10 @@ class _Batch:
 class ModelRunner:
     """One model with one KV cache. Not thread-safe; several runners may share the model."""
 
-    def __init__(self, model: CausalLM, kv_cache: KVCache) -> None:
+    def __init__(self, model: CausalLM, kv_cache: KVCache, cores: CoreShare | None = None) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self._cores = cores or CoreShare()
         self._requests: dict[str, _RunnerRequest] = {}
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -56,10 +58,11 @@ class ModelRunner:
         self._update_requests(step)
         if not step.num_scheduled_tokens:
             return ModelRunnerOutput()
-        batch = self._prepare(step.num_scheduled_tokens)
-        attention = CpuAttention(self.kv_cache, batch.metadata)
-        hidden = self.model.forward(batch.input_ids, batch.metadata.positions, attention)
-        return ModelRunnerOutput(sampled_token_ids=self._sample(hidden, batch))
+        with self._cores.step():
+            batch = self._prepare(step.num_scheduled_tokens)
+            attention = CpuAttention(self.kv_cache, batch.metadata)
+            hidden = self.model.forward(batch.input_ids, batch.metadata.positions, attention)
+            return ModelRunnerOutput(sampled_token_ids=self._sample(hidden, batch))
 
     def _update_requests(self, step: SchedulerOutput) -> None:
         for request_id in (*step.finished_req_ids, *step.preempted_req_ids):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.core_share import CoreShare
 from engine.kv_cache import KVCache
 from engine.kv_cache_config import KVCacheConfig
 from engine.model_runner import ModelRunner
 from engine.models import CausalLM, load_model
 
 
-def make_model_runner(model: CausalLM, *, num_blocks: int, block_size: int) -> ModelRunner:
-    """A runner with a KV cache of its own. Nodes of one process pass the same model."""
+def make_model_runner(
+    model: CausalLM, *, num_blocks: int, block_size: int, cores: CoreShare | None = None
+) -> ModelRunner:
+    """A runner with a KV cache of its own. Nodes of one process pass the same model and cores."""
     config = KVCacheConfig.for_model(model.config, num_blocks=num_blocks, block_size=block_size)
-    return ModelRunner(model, KVCache(config))
+    return ModelRunner(model, KVCache(config), cores)
 
 
 def load_model_runner(directory: Path, *, num_blocks: int, block_size: int) -> ModelRunner:

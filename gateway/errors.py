@@ -96,7 +96,8 @@ async def _on_kvrelay_error(request: Request, error: Exception) -> Response:
     request.state.outcome = error.label
     status, _ = _response_to(error)
     if status >= 500:
-        logger.warning("%s failed: %s: %s", request.state.request_id, error.label, error)
+        level = logging.INFO if isinstance(error, RequestAborted) else logging.WARNING
+        logger.log(level, "%s failed: %s: %s", request.state.request_id, error.label, error)
     return _json(status, error_body(error), _headers(error))
 
 

@@ -24,7 +24,7 @@ from gateway.errors import INTERNAL_BODY, ClientGone, ErrorBody, error_body
 from gateway.generation import Generation
 from gateway.live_requests import LiveRequests
 from gateway.responses import Format
-from protocol import KvrelayError
+from protocol import KvrelayError, RequestAborted
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,9 @@ class EventStream(Response):
             if not self._begun:
                 raise
             scope["state"]["outcome"] = error.label
-            level = logging.INFO if isinstance(error, ClientGone) else logging.WARNING
+            level = (
+                logging.INFO if isinstance(error, ClientGone | RequestAborted) else logging.WARNING
+            )
             logger.log(level, "%s ended: %s", scope["state"]["request_id"], error)
             await self._send_last(send, error_body(error))
         except Exception:

@@ -491,16 +491,18 @@ class HandoffConnector:
             try:
                 self._transport.notify(peer, encode(message))
             except PeerUnreachable as error:
-                logger.warning("%s", error)
-                self._lose_peer(peer)
+                self._lose_peer(peer, error)
 
-    def _lose_peer(self, peer: str) -> None:
-        for source in self.sources.values():
-            if source.peer == peer:
-                source.end(Reason.PEER_LOST)
-        for sink in self.sinks.values():
-            if sink.peer == peer and not sink.state.ended:
-                self._lose(sink, Reason.PEER_LOST)
+    def _lose_peer(self, peer: str, error: PeerUnreachable) -> None:
+        """End what is under way with it; if nothing is, nobody misses it."""
+        sources = [s for s in self.sources.values() if s.peer == peer and not s.state.ended]
+        sinks = [s for s in self.sinks.values() if s.peer == peer and not s.state.ended]
+        if sources or sinks:
+            logger.warning("%s: %d hand-offs are lost", error, len(sources) + len(sinks))
+        for source in sources:
+            source.end(Reason.PEER_LOST)
+        for sink in sinks:
+            self._lose(sink, Reason.PEER_LOST)
 
     # ------------------------------------------------------------------ looking in from outside
 

@@ -86,9 +86,14 @@ class HandoffSource:
         self.destination = destination
 
     def progress(self, table: Sequence[int], num_computed_tokens: int) -> None:
-        """The first `num_computed_tokens` tokens are computed, into the blocks of `table`."""
+        """The first `num_computed_tokens` tokens are computed, into the blocks of `table`.
+
+        All but for a request that starts with this step: what it found in the cache may be
+        computed in this very step, by another request.
+        """
+        starts = not self.table
         self.table = table
-        self.num_ready = num_computed_tokens // self.block_size
+        self.num_ready = 0 if starts else num_computed_tokens // self.block_size
 
     def complete(self, table: Sequence[int], num_tokens: int, tokens: Sequence[int]) -> None:
         """All `num_tokens` tokens are computed, and `tokens` were sampled after them."""

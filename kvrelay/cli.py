@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvrelay import __version__
-from kvrelay.stop_signals import end_on_stop_signals
 from protocol import ConfigError, KvrelayError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -87,7 +86,6 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Serve a model on this machine: gateway, router, prefill and decode nodes in one process."""
-    end_on_stop_signals()
     _set_up_logging(log_level)
     # Here, so that `kvrelay --help` does not wait for a web framework.
     from cluster import LocalConfig, ServeConfig, Topology
@@ -172,7 +170,7 @@ def main() -> None:
 
 
 # Settings whose option has another name.
-_OPTIONS = {"api_keys": "api-key", "kv-memory-bytes": "kv-memory"}
+_OPTIONS = {"api_keys": "api-key"}
 
 
 def _option_names() -> frozenset[str]:

@@ -72,7 +72,7 @@ def _describe_model(files: ModelFiles) -> str:
 
 _NODE_COLUMNS = (
     *("node", "role", "KV blocks", "KV tokens", "KV memory"),
-    *("seats", "tokens/step", "longest"),
+    *("seats", "step", "longest"),  # requests, tokens, tokens
 )
 
 

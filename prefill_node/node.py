@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine import ActiveJob, EngineHost, LocalNode
+from engine import ActiveJob, EngineHost, HandoffRole, LocalNode
 from kv_transfer import (
     EventKind,
     HandoffConnector,
@@ -25,18 +25,13 @@ from kv_transfer import (
 from protocol import (
     FinishReason,
     PrefillJob,
-    TransferCounts,
     TransferFailed,
 )
 from scheduler import Request, RequestUpdate
 
 
-class PrefillRole:
+class PrefillRole(HandoffRole):
     """What a prefill node does on its engine's thread."""
-
-    def __init__(self, host: EngineHost, connector: HandoffConnector) -> None:
-        self._host = host
-        self._connector = connector
 
     def accept(self, job: PrefillJob) -> None:
         active = ActiveJob(job)
@@ -63,15 +58,6 @@ class PrefillRole:
         )
 
     # ------------------------------------------------------------------ RolePolicy
-
-    def act(self) -> None:
-        for event in self._connector.take_events():
-            active = self._host.jobs.get(event.request_id)
-            if active is not None:
-                self._on_event(active, event)
-
-    def must_act(self) -> bool:
-        return self._connector.has_events
 
     def _on_event(self, active: ActiveJob, event: HandoffEvent) -> None:
         timeline = active.timeline
@@ -127,12 +113,6 @@ class PrefillRole:
 
     def num_intake(self) -> int:
         return 0
-
-    def next_deadline(self) -> float | None:
-        return self._connector.next_deadline()
-
-    def transfers(self) -> TransferCounts:
-        return self._connector.counts()
 
 
 class LocalPrefillNode(LocalNode):

@@ -72,6 +72,7 @@ class Dispatcher:
         self._decode_nodes = {node.info.node_id: node for node in decode_nodes}
         self._flights: dict[str, Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lost_nodes: set[str] = set()  # nothing that they do would be heard
         self._snapshots_under_way: set[str] = set()
         self._decisions: Counter[str] = Counter()
         self._retries: Counter[str] = Counter()
@@ -90,8 +91,7 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """Abort what is under way and stop listening."""
-        for flight in list(self._flights.values()):
-            await self._abandon(flight)
+        await asyncio.gather(*map(self._abandon, self._flights.values()))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -108,7 +108,8 @@ class Dispatcher:
             NoHealthyNode: there is none for a role that is needed.
         """
         try:
-            decision = self._decide(self._cluster.facts(request))
+            avoid = frozenset(self._lost_nodes)
+            decision = self._decide(self._cluster.facts(request, avoid=avoid))
             flight = self._admit(request, decision)
             await self._start_first(flight, decision)
         except KvrelayError as error:
@@ -119,7 +120,8 @@ class Dispatcher:
     async def _start_first(self, flight: Flight, decision: RoutingDecision) -> None:
         started = False
         try:
-            await self._start_attempt(flight, decision)
+            async with flight.starting:
+                await self._start_attempt(flight, decision)
             started = True
         finally:
             if not started:  # refused by a node, or our caller was cancelled
@@ -139,7 +141,8 @@ class Dispatcher:
     async def _report(self, node: Node) -> NodeReport:
         status: NodeStatus | None = None
         try:
-            status = await asyncio.wait_for(node.status(), _CALL_TIMEOUT_S)
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
+                status = await node.status()
         except (TimeoutError, KvrelayError) as error:
             logger.warning("no status of %s: %r", node.info.node_id, error)
         return NodeReport(node.info, status)
@@ -165,28 +168,25 @@ class Dispatcher:
 
     async def _start_attempt(self, flight: Flight, decision: RoutingDecision) -> None:
         """Send the jobs. If a node does not take its job, nobody keeps one, and that is raised."""
-        async with flight.starting:  # the calls of the attempt before have all come to an end
-            if flight.ended:
-                return
-            ticket = flight.ticket
-            flight.timeline.routed = self._clock()
-            self._cluster.load.sent(ticket, decision.loads)
-            calls = self._job_calls(flight, decision)
-            flight.open_nodes = set(calls)
-            results = await asyncio.gather(
-                *(self._send(flight, node_id, call) for node_id, call in calls.items()),
-                return_exceptions=True,
-            )
-            errors = [error for error in results if isinstance(error, BaseException)]
-            over = not flight.listens_to(ticket)  # the nodes were faster than the calls
-            if not errors and not over:
-                return
-            if not over:
-                flight.next_attempt()  # at once: what the others say of this one is stale
-            self._cluster.load.ended(ticket)
-            await self._cancel(flight.request_id, calls)  # also where it came before the job
-            if not over:
-                raise errors[0]
+        ticket = flight.ticket
+        flight.timeline.routed = self._clock()
+        self._cluster.load.sent(ticket, decision.loads)
+        calls = self._job_calls(flight, decision)
+        flight.open_nodes = set(calls)
+        results = await asyncio.gather(
+            *(self._send(flight, node_id, call) for node_id, call in calls.items()),
+            return_exceptions=True,
+        )
+        errors = [error for error in results if isinstance(error, BaseException)]
+        over = not flight.listens_to(ticket)  # the nodes were faster than the calls
+        if not errors and not over:
+            return
+        if not over:
+            flight.next_attempt()  # at once: what the others say of this one is stale
+        self._cluster.load.ended(ticket)
+        await self._cancel(flight.request_id, calls)  # also where it came before the job
+        if not over:
+            raise errors[0]
 
     def _job_calls(
         self, flight: Flight, decision: RoutingDecision
@@ -227,7 +227,8 @@ class Dispatcher:
     ) -> None:
         ticket = flight.ticket
         try:
-            await asyncio.wait_for(call(), _CALL_TIMEOUT_S)
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
+                await call()
         except TimeoutError:
             flight.failed_nodes.add(node_id)
             raise NodeLost(f"node {node_id} did not answer within {_CALL_TIMEOUT_S:g} s") from None
@@ -243,8 +244,6 @@ class Dispatcher:
         while flight.attempt < self._config.max_attempts:
             self._retries[label] += 1
             await asyncio.sleep(self._config.retry_backoff_s * 2 ** (flight.attempt - 1))
-            if flight.ended:
-                return
             try:
                 await self._start_again(flight)
             except KvrelayError as refused:
@@ -256,12 +255,15 @@ class Dispatcher:
 
     async def _start_again(self, flight: Flight) -> None:
         """The next attempt. If this raises, it has failed, and the one behind it is due."""
-        try:
-            decision = self._decide_again(flight)
-        except KvrelayError:
-            flight.next_attempt()
-            raise
-        await self._start_attempt(flight, decision)
+        async with flight.starting:  # all calls of the attempt before have come to an end
+            if flight.ended:
+                return
+            try:
+                decision = self._decide_again(flight)
+            except KvrelayError:
+                flight.next_attempt()
+                raise
+            await self._start_attempt(flight, decision)
 
     async def _retry_after(self, flight: Flight, failure: Failure, nodes: set[str]) -> None:
         await self._cancel(flight.request_id, nodes)
@@ -275,12 +277,12 @@ class Dispatcher:
 
     def _decide_again(self, flight: Flight) -> RoutingDecision:
         """Elsewhere if possible."""
-        emitted = flight.log.emitted
-        avoid = frozenset(flight.failed_nodes)
+        request, emitted = flight.request, flight.log.emitted
+        lost = frozenset(self._lost_nodes)
         try:
-            return self._decide(self._cluster.facts(flight.request, emitted, avoid))
+            return self._decide(self._cluster.facts(request, emitted, lost | flight.failed_nodes))
         except NoHealthyNode:
-            return self._decide(self._cluster.facts(flight.request, emitted))
+            return self._decide(self._cluster.facts(request, emitted, lost))
 
     async def _abandon(self, flight: Flight) -> None:
         """The client wants no more of it. Nodes hear of that even if the client cannot wait."""
@@ -301,7 +303,8 @@ class Dispatcher:
 
     async def _cancel_on(self, node_id: str, request_id: str) -> None:
         try:
-            await asyncio.wait_for(self._nodes[node_id].cancel(request_id), _CALL_TIMEOUT_S)
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
+                await self._nodes[node_id].cancel(request_id)
         except (TimeoutError, KvrelayError) as error:
             logger.warning("could not cancel %s on %s: %r", request_id, node_id, error)
 
@@ -312,6 +315,7 @@ class Dispatcher:
             for delta in batch.deltas:
                 self._take(node_id, delta)
         logger.warning("node %s is lost", node_id)
+        self._lost_nodes.add(node_id)
         lost = Failure(NodeLost.label, f"node {node_id} stopped", retryable=True)
         for flight in [f for f in self._flights.values() if node_id in f.open_nodes]:
             self._fail_attempt(flight, node_id, lost)

@@ -71,7 +71,9 @@ class Flight:
         while self._num_read == len(self.log.emitted) and not self.ended:
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), self._stall_timeout_s)
+                # Not `wait_for`, which loses a cancellation that comes together with a token.
+                async with asyncio.timeout(self._stall_timeout_s):
+                    await self._changed.wait()
             except TimeoutError:
                 await self.aclose()
                 raise RequestFailed(f"no token for {self._stall_timeout_s:g} s") from None

@@ -10,6 +10,8 @@ import pytest
 from tests.e2e.serve_process import REAL_MODEL, ServeProcess, run_kvrelay, serving
 from tests.engine.tiny import tiny_model_dir
 
+_FETCH_S = 280.0  # the first time it is downloaded and converted
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -21,7 +23,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def real_model() -> str:
     """The name of a model that is ready to be served."""
-    fetched = run_kvrelay("models", "fetch", REAL_MODEL)
+    fetched = run_kvrelay("models", "fetch", REAL_MODEL, timeout_s=_FETCH_S)
     assert fetched.returncode == 0, fetched.stderr
     assert (Path(fetched.stdout.strip()) / "config.json").is_file()
     return REAL_MODEL

@@ -14,7 +14,7 @@ from tests.e2e.serve_process import REAL_MODEL, ServeProcess
 pytestmark = pytest.mark.real_model
 
 NUM_CLIENTS = 64
-MAX_TOKENS = 12
+MAX_TOKENS = 10
 
 
 async def test_all_get_full_answers(server: ServeProcess) -> None:

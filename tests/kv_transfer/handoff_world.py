@@ -228,7 +228,7 @@ class PlayedNode:
                 max_num_batched_tokens=24,
                 long_prefill_token_threshold=12,
                 policy="priority",
-                scheduler_reserve_full_isl=False,
+                scheduler_reserve_full_isl=role is Role.DECODE,  # P is to be preempted often
                 max_model_len=NUM_BLOCKS * 16,
                 max_parked_blocks=NUM_BLOCKS,
             ),

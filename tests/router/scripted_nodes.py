@@ -51,8 +51,10 @@ class ScriptedNode:
         self.jobs: list[Job] = []  # taken
         self.cancelled: list[str] = []
         self.refuse: KvrelayError | None = None  # raised instead of taking a job
-        self.answers = asyncio.Event()  # calls return while this is set
+        self.answers = asyncio.Event()  # jobs are taken or refused while this is set
+        self.cancels = asyncio.Event()  # and this lets cancellations through
         self.answers.set()
+        self.cancels.set()
         self.asked = asyncio.Event()  # a job has come, taken or not
         self._streams: list[asyncio.Queue[OutputBatch | None]] = []
         self._lost = False
@@ -75,7 +77,7 @@ class ScriptedNode:
         self.jobs.append(job)
 
     async def cancel(self, request_id: str) -> None:
-        await self.answers.wait()
+        await self.cancels.wait()
         self.cancelled.append(request_id)
         self.jobs = [job for job in self.jobs if job.request.request_id != request_id]
 
@@ -91,6 +93,8 @@ class ScriptedNode:
     async def outputs(self, caller: str) -> AsyncIterator[OutputBatch]:
         stream: asyncio.Queue[OutputBatch | None] = asyncio.Queue()
         self._streams.append(stream)
+        if self._lost:
+            return
         while (batch := await stream.get()) is not None:
             yield batch
 
@@ -236,5 +240,5 @@ class ScriptedCluster:
 async def until(condition: Callable[[], bool]) -> None:
     """Let everything else run until it is so."""
     async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.0005)

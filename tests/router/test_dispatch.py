@@ -371,17 +371,17 @@ async def test_both_nodes_are_lost() -> None:
 
 
 async def test_a_retry_that_a_node_refuses_goes_elsewhere() -> None:
-    """Two of three prefill nodes are dead, though the directory has not noticed."""
+    """What refuses an attempt is avoided like what failed one."""
     async with ScriptedCluster(3, 3).running() as cluster:
         reader = Reader(await cluster.dispatcher.submit(make_request()))
         p, d = await cluster.pair()
         others = [node for node in cluster.prefill if node is not p]
         likely = min(others, key=lambda node: node.info.node_id)
-        likely.lose()
+        likely.refuse = Overloaded("full", 1.0)
         p.fail()
         p2, _ = await cluster.pair(attempt=2)
         assert p2 not in (p, likely)
-        assert d.cancelled == ["r"]
+        assert d.cancelled == ["r", "r"]  # of the first attempt, and of the refused one
         await finish(cluster, attempt=2)
         assert await reader.task == list(OUTPUT)
 
@@ -392,8 +392,24 @@ async def test_all_nodes_are_lost() -> None:
         await cluster.pair()
         for node in cluster.nodes:
             node.lose()
-        with pytest.raises(NodeLost):
+        with pytest.raises(NoHealthyNode):
             await read(stream)
+        with pytest.raises(NoHealthyNode):
+            await cluster.dispatcher.submit(make_request("later"))
+
+
+async def test_a_lost_node_gets_no_more_jobs() -> None:
+    """The directory may take a while to notice, and nobody would hear the node's answer."""
+    async with ScriptedCluster(2, 2).running() as cluster:
+        cluster.prefill[0].lose()
+        cluster.decode[0].lose()
+        await until(lambda: len(cluster.dispatcher._lost_nodes) == 2)
+        for n in range(3):
+            stream = await cluster.dispatcher.submit(make_request(f"r{n}"))
+            p, d = await finish(cluster, attempt=0)
+            assert (p, d) == (cluster.prefill[1], cluster.decode[1])
+            assert await read(stream) == list(OUTPUT)
+            await until(lambda: not cluster.dispatcher._flights)
 
 
 async def test_no_node_is_healthy_for_a_while() -> None:
@@ -501,7 +517,7 @@ async def test_a_failure_comes_while_a_refusal_is_cleaned_up() -> None:
         submitting = asyncio.create_task(cluster.dispatcher.submit(make_request()))
         await until(lambda: bool(cluster.holders(cluster.prefill)))
         (p,) = cluster.holders(cluster.prefill)
-        p.answers.clear()  # its cancellation hangs
+        p.cancels.clear()
         for node in cluster.decode:
             node.answers.set()
         flight = cluster.dispatcher._flights["r"]
@@ -509,7 +525,7 @@ async def test_a_failure_comes_while_a_refusal_is_cleaned_up() -> None:
         p.fail()
         for _ in range(20):
             await asyncio.sleep(0)
-        p.answers.set()
+        p.cancels.set()
         with pytest.raises(NodeLost, match="down"):
             await submitting
         await until(lambda: cluster.is_at_rest)
@@ -589,13 +605,16 @@ async def test_what_is_not_admitted(
     cluster: Callable[[], ScriptedCluster], error: type[KvrelayError]
 ) -> None:
     async with cluster().running() as made:
-        streams = []
-        with pytest.raises(error):
-            for n in range(2):
-                streams.append(await made.dispatcher.submit(make_request(f"r{n}")))
-        assert (await made.dispatcher.status()).rejected == {error.label: 1}
-        for stream in streams:
-            await stream.aclose()
+        submitted = await asyncio.gather(
+            *(made.dispatcher.submit(make_request(f"r{n}")) for n in range(2)),
+            return_exceptions=True,
+        )
+        refused = [result for result in submitted if isinstance(result, KvrelayError)]
+        assert {type(result) for result in refused} == {error}
+        assert (await made.dispatcher.status()).rejected == {error.label: len(refused)}
+        for stream in submitted:
+            if not isinstance(stream, BaseException):
+                await stream.aclose()
 
 
 async def test_a_prompt_that_fits_nowhere() -> None:
@@ -688,15 +707,15 @@ async def test_the_client_is_cancelled_while_it_leaves() -> None:
     async with ScriptedCluster(1, 1).running() as cluster:
         stream = await cluster.dispatcher.submit(make_request())
         p, d = await cluster.pair()
-        p.answers.clear()
-        d.answers.clear()
+        p.cancels.clear()
+        d.cancels.clear()
         leaving = asyncio.create_task(stream.aclose())
         await asyncio.sleep(0)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        p.answers.set()
-        d.answers.set()
+        p.cancels.set()
+        d.cancels.set()
         await until(lambda: p.cancelled == d.cancelled == ["r"])
 
 
@@ -705,7 +724,7 @@ async def test_a_node_does_not_answer_a_cancellation(monkeypatch: pytest.MonkeyP
     async with ScriptedCluster(1, 1).running() as cluster:
         stream = await cluster.dispatcher.submit(make_request())
         p, d = await cluster.pair()
-        d.answers.clear()
+        d.cancels.clear()
         await stream.aclose()
         assert p.cancelled == ["r"]
         assert cluster.dispatcher._flights == {}
@@ -788,7 +807,7 @@ async def test_stop_is_not_held_up_by_nodes_that_do_not_answer(
         for n in range(20):
             await cluster.dispatcher.submit(make_request(f"r{n}"))
         for node in cluster.nodes:
-            node.answers.clear()
+            node.cancels.clear()
         await asyncio.wait_for(cluster.dispatcher.stop(), 2)
         for node in cluster.nodes:
             node.jobs.clear()
@@ -890,10 +909,7 @@ async def test_random_failures_leave_right_tokens_and_nothing_else(
     async with ScriptedCluster(3, 3, retry_backoff_s=0.0).running() as cluster:
         for batch in range(10):
             await asyncio.gather(
-                *(
-                    live(cluster, f"{batch}/{n}", chance.choice((0, 1, 2, 99)))
-                    for n in range(30)
-                )
+                *(live(cluster, f"{batch}/{n}", chance.choice((0, 1, 2, 99))) for n in range(30))
             )
             if batch == 5:
                 cluster.prefill[0].lose()

@@ -1,0 +1,50 @@
+"""What a role that hands off, or is handed to, does on its engine's thread."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from engine.active_job import ActiveJob
+from engine.host import EngineHost
+from kv_transfer import HandoffConnector, HandoffEvent
+from protocol import TransferCounts
+from scheduler import RequestUpdate
+
+
+class HandoffRole(ABC):
+    """The part of a `RolePolicy` that is the same on both ends of a hand-off."""
+
+    def __init__(self, host: EngineHost, connector: HandoffConnector) -> None:
+        self._host = host
+        self._connector = connector
+
+    def act(self) -> None:
+        for event in self._connector.take_events():
+            active = self._host.jobs.get(event.request_id)
+            if active is not None:
+                self._on_event(active, event)
+
+    def must_act(self) -> bool:
+        return self._connector.has_events
+
+    def next_deadline(self) -> float | None:
+        return self._connector.next_deadline()
+
+    def transfers(self) -> TransferCounts:
+        return self._connector.counts()
+
+    @abstractmethod
+    def _on_event(self, active: ActiveJob, event: HandoffEvent) -> None:
+        """The hand-off of this job got somewhere."""
+
+    @abstractmethod
+    def on_started(self, job: ActiveJob) -> None: ...
+
+    @abstractmethod
+    def on_update(self, job: ActiveJob, update: RequestUpdate) -> None: ...
+
+    @abstractmethod
+    def on_cancel(self, job: ActiveJob) -> None: ...
+
+    @abstractmethod
+    def num_intake(self) -> int: ...

@@ -1,0 +1,761 @@
+"""One engine, its thread, and callers that come, go, read slowly, or never."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+import engine.host
+from engine import ActiveJob, Engine, EngineHost, KVCacheConfig
+from engine.outputs import OutputStream
+from protocol import (
+    BlockEventBatch,
+    DecodeJob,
+    Delta,
+    GenerationRequest,
+    NodeInfo,
+    NodeLost,
+    NodeStatus,
+    OutputBatch,
+    Overloaded,
+    PromptTooLong,
+    Role,
+    SamplingParams,
+    TransferCounts,
+)
+from router import PrefixIndex
+from scheduler import (
+    CacheConfig,
+    ModelRunnerOutput,
+    RequestUpdate,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+)
+from tests.hash_model import HashRunner, expected_tokens
+
+TIMEOUT_S = 10.0
+CALLER = "caller"
+
+
+class SteeredRunner(HashRunner):
+    """Stops in the middle of a step, or breaks, when a test says so."""
+
+    def __init__(self, kv_cache: KVCacheConfig) -> None:
+        super().__init__(kv_cache)
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.in_step = threading.Event()
+        self.breaks = False
+        self.computed: set[str] = set()
+        self.num_steps = 0
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self.num_steps += 1
+        self.in_step.set()
+        assert self.may_go_on.wait(TIMEOUT_S)
+        if self.breaks and step.num_scheduled_tokens:
+            raise ZeroDivisionError("the model is broken")
+        self.computed.update(step.num_scheduled_tokens)
+        output = super().execute(step)
+        self.in_step.clear()
+        return output
+
+    def hold(self) -> None:
+        self.may_go_on.clear()
+        self.in_step.clear()
+
+
+class PlainRole:
+    """Computes jobs and tells what came out. Nothing is handed to anybody."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+        self.started: list[str] = []
+        self.cancelled: list[str] = []
+
+    def accept(self, job: DecodeJob) -> None:
+        active = ActiveJob(job)
+        self._host.add_job(active)
+        self._host.add_request(active.make_request(job.request.sampling))
+
+    def act(self) -> None: ...
+
+    def must_act(self) -> bool:
+        return False
+
+    def on_started(self, job: ActiveJob) -> None:
+        self.started.append(job.key)
+
+    def on_update(self, job: ActiveJob, update: RequestUpdate) -> None:
+        reason = update.request.finish_reason
+        self._host.emit(job, job.delta(update.new_token_ids, finish_reason=reason))
+        if update.finished:
+            self._host.end_job(job)
+
+    def on_cancel(self, job: ActiveJob) -> None:
+        self.cancelled.append(job.key)
+
+    def num_intake(self) -> int:
+        return 0
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def transfers(self) -> TransferCounts:
+        return TransferCounts()
+
+
+class Follower:
+    """A listener that keeps what it heard."""
+
+    def __init__(self) -> None:
+        self.statuses: list[NodeStatus] = []
+        self.batches: list[BlockEventBatch] = []
+
+    def on_status(self, info: NodeInfo, status: NodeStatus) -> None:
+        self.statuses.append(status)
+
+    def on_blocks(self, info: NodeInfo, batch: BlockEventBatch) -> None:
+        self.batches.append(batch)
+
+
+class Node:
+    """A host with everything that a test wants to look at."""
+
+    def __init__(self, *, num_blocks: int = 64, max_jobs: int = 100) -> None:
+        kv_cache = KVCacheConfig(
+            num_blocks=num_blocks + 1, block_size=16, num_layers=1, num_kv_heads=1, head_dim=1
+        )
+        self.runner = SteeredRunner(kv_cache)
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512),
+            CacheConfig(num_blocks=num_blocks + 1, block_size=16),
+        )
+        self.info = NodeInfo(
+            node_id="node",
+            role=Role.UNIFIED,
+            model="hash",
+            fingerprint="hash",
+            endpoint="none:",
+            block_size=16,
+            num_blocks=num_blocks,
+            max_model_len=512,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+        )
+        self.follower = Follower()
+        self.host = EngineHost(
+            self.info, Engine(self.scheduler, self.runner), self.follower, max_jobs=max_jobs
+        )
+        self.role = PlainRole(self.host)
+        self._numbers = iter(range(10_000))
+
+    @property
+    def thread(self) -> threading.Thread:
+        return self.host._thread
+
+    def submit(
+        self, prompt: list[int], max_tokens: int = 8, caller: str = CALLER, **fields: Any
+    ) -> DecodeJob:
+        request = GenerationRequest(
+            request_id=f"r{next(self._numbers)}",
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            arrival_time=0.0,
+        )
+        job = DecodeJob(request=request, caller=caller, **fields)
+        self.host.submit(job, self.role.accept)
+        return job
+
+    def cancel(self, job: DecodeJob) -> None:
+        self.host.post(lambda: self.host.cancel(job.request.request_id))
+
+    async def hold_step(self) -> None:
+        """The engine is in the middle of a step from now on."""
+        self.runner.hold()
+        self.host.wake()
+        assert await asyncio.to_thread(self.runner.in_step.wait, TIMEOUT_S)
+
+    def let_go(self) -> None:
+        self.runner.may_go_on.set()
+
+    async def on_thread(self, command: Callable[[], object] = lambda: None) -> None:
+        """Return when the engine's thread has run this, between two steps."""
+        done = threading.Event()
+
+        def run() -> None:
+            command()
+            done.set()
+
+        self.host.post(run)
+        assert await asyncio.to_thread(done.wait, TIMEOUT_S)
+
+    async def round(self) -> None:
+        """Return when a whole round has passed since."""
+        await self.on_thread()
+        await self.on_thread()
+
+    def check_at_rest(self) -> None:
+        status = self.host.status()
+        assert status.blocks.balanced
+        busy = (status.num_running, status.num_waiting, status.num_skipped_waiting)
+        assert busy == (0, 0, 0)
+        assert status.queued_tokens == status.blocks.used == status.blocks.quarantined == 0
+        assert not self.host.jobs
+        assert not self.host._pending
+        assert not self.scheduler.has_requests()
+        self.scheduler.check_integrity()
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node()
+    made.host.start(made.role)
+    yield made
+    made.let_go()
+    made.host.stop()
+    assert not made.thread.is_alive()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}/{seed}").choices(range(2, 50_000), k=length)
+
+
+async def deltas_of(stream: AsyncIterator[OutputBatch], *jobs: DecodeJob) -> dict[str, list[Delta]]:
+    """All deltas, until each of the jobs has its last."""
+    told: dict[str, list[Delta]] = {}
+    open_ids = {job.request.request_id for job in jobs}
+    async with asyncio.timeout(TIMEOUT_S):
+        while open_ids:
+            batch = await anext(stream)
+            assert batch.deltas, "an empty batch"
+            for delta in batch.deltas:
+                told.setdefault(delta.request_id, []).append(delta)
+                if delta.finish_reason is not None or delta.failure is not None:
+                    open_ids.discard(delta.request_id)
+    return told
+
+
+def tokens_of(deltas: list[Delta]) -> list[int]:
+    """Checks that positions fit together, and that only the last delta says that it is the last."""
+    tokens: list[int] = []
+    for delta in deltas:
+        assert delta.position == deltas[0].position + len(tokens)
+        assert (delta.finish_reason is not None) == (delta is deltas[-1])
+        assert (delta.timeline is not None) == (delta is deltas[-1])
+        tokens.extend(delta.token_ids)
+    return tokens
+
+
+async def close(stream: AsyncIterator[OutputBatch]) -> None:
+    await getattr(stream, "aclose")()  # noqa: B009
+
+
+# ---------------------------------------------------------------------- jobs and their answers
+
+
+async def test_each_job_is_answered_in_order(node: Node) -> None:
+    stream = node.host.outputs(CALLER)
+    jobs = [node.submit(prompt_of(length, length)) for length in (1, 16, 40, 100, 200)]
+    told = await deltas_of(stream, *jobs)
+    for job in jobs:
+        given = job.request
+        deltas = told[given.request_id]
+        assert tokens_of(deltas) == expected_tokens(given.prompt_token_ids, given.sampling)
+        assert deltas[0].num_cached_tokens == 0
+        timeline = deltas[-1].timeline
+        assert timeline is not None
+        assert timeline.prefill_queued is not None
+    assert sorted(node.role.started) == sorted(str(job.ticket) for job in jobs)
+    await node.round()
+    node.check_at_rest()
+    await close(stream)
+
+
+async def test_emitted_tokens_are_not_told_again(node: Node) -> None:
+    prompt = prompt_of(30)
+    expected = expected_tokens(prompt, SamplingParams(max_tokens=8))
+    stream = node.host.outputs(CALLER)
+    job = node.submit(prompt, 8, emitted=tuple(expected[:3]), attempt=2)
+    deltas = (await deltas_of(stream, job))["r0"]
+    assert deltas[0].position == 3
+    assert {delta.attempt for delta in deltas} == {2}
+    assert tokens_of(deltas) == expected[3:]
+    await close(stream)
+
+
+async def test_callers_hear_of_their_own_jobs(node: Node) -> None:
+    streams = {name: node.host.outputs(name) for name in "ab"}
+    jobs = {name: node.submit(prompt_of(20, seed), caller=name) for seed, name in enumerate("ab")}
+    for name, stream in streams.items():
+        told = await deltas_of(stream, jobs[name])
+        assert list(told) == [jobs[name].request.request_id]
+        await close(stream)
+
+
+async def test_the_status_is_exact_after_a_job(node: Node) -> None:
+    stream = node.host.outputs(CALLER)
+    prompt = prompt_of(50)
+    await deltas_of(stream, node.submit(prompt, 8))
+    await deltas_of(stream, node.submit([*prompt, *prompt_of(10, 1)], 4))
+    await node.round()
+    status = node.host.status()
+    node.check_at_rest()
+    assert (status.healthy, status.draining) == (True, False)
+    assert status.num_generated_tokens == 12
+    assert status.num_prefix_hits == 48
+    assert status.num_prefix_queries == 110
+    assert status.num_prompt_tokens_computed == 50 + 12
+    assert status.num_steps == 12
+    assert status.blocks.cached == 3 + 0  # whole blocks of tokens that are computed
+    assert status.prefill_tokens_per_s > 0
+    assert node.follower.statuses[-1] == status
+    steps = [each.num_steps for each in node.follower.statuses]
+    assert steps == sorted(steps)
+    await close(stream)
+
+
+async def test_a_job_counts_from_the_moment_that_it_is_taken(node: Node) -> None:
+    await node.hold_step()
+    node.submit(prompt_of(33))
+    assert node.host._make_status().num_waiting == 1
+    assert node.host._make_status().queued_tokens == 33
+    node.let_go()
+
+
+async def test_too_much(node: Node) -> None:
+    with pytest.raises(PromptTooLong):
+        node.submit(prompt_of(513))
+    node.host._max_jobs = 2
+    await node.hold_step()
+    stream = node.host.outputs(CALLER)
+    jobs = [node.submit(prompt_of(20, seed)) for seed in range(2)]
+    with pytest.raises(Overloaded, match="2 requests already"):
+        node.submit(prompt_of(20))
+    node.let_go()
+    await deltas_of(stream, *jobs)
+    await node.round()
+    job = node.submit(prompt_of(20))
+    await deltas_of(stream, job)
+    await close(stream)
+
+
+# ---------------------------------------------------------------------- the thread
+
+
+async def test_commands_run_in_order_and_never_in_the_middle_of_a_step(node: Node) -> None:
+    ran: list[tuple[int, int]] = []
+    stream = node.host.outputs(CALLER)
+    job = node.submit(prompt_of(20), 100)
+
+    def command(poster: int, number: int) -> None:
+        assert threading.current_thread() is node.thread
+        assert not node.runner.in_step.is_set()
+        ran.append((poster, number))
+
+    def post_many(poster: int) -> None:
+        for number in range(200):
+            node.host.post(partial(command, poster, number))
+
+    posters = [threading.Thread(target=post_many, args=(poster,)) for poster in range(4)]
+    for thread in posters:
+        thread.start()
+    for thread in posters:
+        await asyncio.to_thread(thread.join)
+    await deltas_of(stream, job)
+    await node.round()
+    for poster in range(4):
+        assert [number for who, number in ran if who == poster] == list(range(200))
+    await close(stream)
+
+
+async def test_jobs_from_many_threads(node: Node) -> None:
+    stream = node.host.outputs(CALLER)
+    jobs: list[DecodeJob] = []
+
+    def submit_some(seed: int) -> None:
+        jobs.extend(node.submit(prompt_of(5, 10 * seed + n), 2) for n in range(5))
+
+    await asyncio.gather(*(asyncio.to_thread(submit_some, seed) for seed in range(6)))
+    told = await deltas_of(stream, *jobs)
+    assert len(told) == 30
+    await close(stream)
+
+
+async def test_an_idle_engine_sleeps(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = node.host.outputs(CALLER)
+    await deltas_of(stream, node.submit(prompt_of(20)))
+    await node.round()
+    rounds = node.runner.num_steps
+    await asyncio.sleep(0.2)
+    assert node.runner.num_steps - rounds <= 1
+    monkeypatch.setattr(engine.host, "HEARTBEAT_S", 0.01)
+    node.host.wake()
+    heard = len(node.follower.statuses)
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(node.follower.statuses) < heard + 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await close(stream)
+
+
+# ---------------------------------------------------------------------- cancelling
+
+
+async def test_a_job_that_is_cancelled_before_it_is_accepted(node: Node) -> None:
+    await node.hold_step()
+    job = node.submit(prompt_of(20))
+    node.cancel(job)
+    node.let_go()
+    await node.round()
+    assert node.runner.computed == set()
+    assert node.role.cancelled == [str(job.ticket)]
+    node.check_at_rest()
+
+
+async def test_a_job_that_is_cancelled_while_it_is_computed(node: Node) -> None:
+    stream = node.host.outputs(CALLER)
+    jobs = [node.submit(prompt_of(20, seed), 300) for seed in range(2)]
+    first = await anext(stream)
+    assert first.deltas
+    node.cancel(jobs[0])
+    await node.round()
+    assert {job.job.request.request_id for job in node.host.jobs.values()} == {"r1"}
+    node.cancel(jobs[1])
+    node.cancel(jobs[1])
+    await node.round()
+    node.check_at_rest()
+    await close(stream)
+
+
+async def test_cancelling_means_all_attempts(node: Node) -> None:
+    stream = node.host.outputs(CALLER)
+    job = node.submit(prompt_of(20), 300)
+    again = DecodeJob(request=job.request, caller=CALLER, attempt=1)
+    node.host.submit(again, node.role.accept)
+    await node.round()
+    assert len(node.host.jobs) == 2
+    node.cancel(job)
+    await node.round()
+    node.check_at_rest()
+    await close(stream)
+
+
+# ---------------------------------------------------------------------- callers
+
+
+async def test_a_caller_that_leaves_takes_its_jobs_along(node: Node) -> None:
+    leaving, staying = node.host.outputs("leaving"), node.host.outputs("staying")
+    node.submit(prompt_of(20), 400, caller="leaving")
+    job = node.submit(prompt_of(30), 30, caller="staying")
+    await anext(leaving)
+    await close(leaving)
+    told = await deltas_of(staying, job)
+    assert len(tokens_of(told["r1"])) == 30
+    await node.round()
+    node.check_at_rest()
+    assert list(node.host._streams) == ["staying"]
+    await close(staying)
+    await node.round()
+    assert node.host._streams == {}
+
+
+async def test_nobody_listens(node: Node) -> None:
+    node.submit(prompt_of(20), 400, caller="nobody")
+    await node.round()
+    async with asyncio.timeout(TIMEOUT_S):
+        while node.host.jobs:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await node.round()
+    node.check_at_rest()
+    assert node.scheduler.stats.generated == 1
+
+
+async def test_a_caller_that_never_reads(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for it is bounded; when it reads after all, its stream tells that it ended."""
+    monkeypatch.setattr(engine.host, "OutputStream", partial(OutputStream, max_batches=5))
+    stream = node.host.outputs(CALLER)
+    node.submit(prompt_of(20), 400)
+    async with asyncio.timeout(TIMEOUT_S):
+        while CALLER in node.host._streams:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await node.round()
+    node.check_at_rest()
+    batches = [batch async for batch in stream]
+    assert len(batches) == 5
+    # A fresh stream works, and hears nothing of the past.
+    stream = node.host.outputs(CALLER)
+    job = node.submit(prompt_of(20, seed=1), 3)
+    assert list(await deltas_of(stream, job)) == ["r1"]
+    await close(stream)
+
+
+async def test_a_caller_that_comes_back(node: Node) -> None:
+    """Its second stream ends the first, and has what comes from then on."""
+    first = node.host.outputs(CALLER)
+    job = node.submit(prompt_of(20), 200)
+    seen = [*(await anext(first)).deltas]
+    await node.hold_step()
+    second = node.host.outputs(CALLER)
+    node.let_go()
+    seen += [delta async for batch in first for delta in batch.deltas]  # ends by itself
+    seen += (await deltas_of(second, job))["r0"]
+    assert tokens_of(seen) == expected_tokens(job.request.prompt_token_ids, job.request.sampling)
+    await close(first)
+    await node.round()
+    assert list(node.host._streams) == [CALLER]
+    await close(second)
+
+
+async def test_a_caller_that_is_back_before_the_engine_has_noticed(node: Node) -> None:
+    first = node.host.outputs(CALLER)
+    job = node.submit(prompt_of(20), 100)
+    await anext(first)
+    await node.hold_step()
+    await close(first)
+    second = node.host.outputs(CALLER)
+    node.let_go()
+    assert "r0" in await deltas_of(second, job)
+    await close(second)
+
+
+def test_a_caller_whose_event_loop_is_gone(node: Node) -> None:
+    async def come_and_go() -> AsyncIterator[OutputBatch]:
+        stream = node.host.outputs("gone")
+        node.submit(prompt_of(20), 400, caller="gone")
+        await anext(stream)
+        return stream
+
+    loop = asyncio.new_event_loop()
+    stream = loop.run_until_complete(come_and_go())
+    loop.close()
+    asyncio.run(_until_idle(node))
+    node.check_at_rest()
+    assert node.host._streams == {}
+    assert node.thread.is_alive()
+    del stream
+
+
+async def _until_idle(node: Node) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while node.host.jobs:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await node.round()
+
+
+# ---------------------------------------------------------------------- the end
+
+
+class Crash:
+    """What the thread's exception hook was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.errors: list[BaseException | None] = []
+        monkeypatch.setattr(threading, "excepthook", lambda args: self.errors.append(args.exc_value))
+
+
+@pytest.fixture
+def crash(monkeypatch: pytest.MonkeyPatch) -> Crash:
+    return Crash(monkeypatch)
+
+
+async def test_a_step_that_breaks(node: Node, crash: Crash) -> None:
+    stream, idle = node.host.outputs(CALLER), node.host.outputs("idle")
+    node.submit(prompt_of(20), 400)
+    await anext(stream)
+    assert node.host.status().healthy
+    node.runner.breaks = True
+    told = [delta async for batch in stream for delta in batch.deltas]  # ends by itself
+    assert not any(delta.finish_reason for delta in told)
+    assert [batch async for batch in idle] == []
+    await asyncio.to_thread(node.thread.join, TIMEOUT_S)
+    assert not node.thread.is_alive()
+    (error,) = crash.errors
+    assert isinstance(error, ZeroDivisionError)
+    assert not node.host.status().healthy
+    assert not node.follower.statuses[-1].healthy  # so that routers look elsewhere
+    with pytest.raises(NodeLost, match="node node is down"):
+        node.submit(prompt_of(20))
+    with pytest.raises(NodeLost):
+        await node.host.snapshot()
+    await asyncio.wait_for(node.host.drain(), TIMEOUT_S)
+    assert [batch async for batch in node.host.outputs("late")] == []
+    node.host.stop()
+
+
+async def test_a_command_that_breaks(node: Node, crash: Crash) -> None:
+    stream = node.host.outputs(CALLER)
+    node.host.post(lambda: 1 // 0)
+    assert [batch async for batch in stream] == []
+    await asyncio.to_thread(node.thread.join, TIMEOUT_S)
+    assert isinstance(crash.errors[0], ZeroDivisionError)
+    assert not node.host.status().healthy
+
+
+async def test_a_crash_ends_whoever_waits(node: Node, crash: Crash) -> None:
+    stream = node.host.outputs(CALLER)
+    node.submit(prompt_of(20), 400)
+    await anext(stream)
+    draining = asyncio.create_task(node.host.drain())
+    await node.round()
+    assert not draining.done()
+    node.runner.breaks = True
+    await asyncio.wait_for(draining, TIMEOUT_S)
+    await asyncio.to_thread(node.thread.join, TIMEOUT_S)
+    assert len(crash.errors) == 1
+
+
+@pytest.mark.parametrize("pending", [False, True])
+async def test_stop_while_a_step_runs(node: Node, pending: bool) -> None:
+    """The step ends, nothing else begins."""
+    stream = node.host.outputs(CALLER)
+    node.submit(prompt_of(20), 400)
+    await anext(stream)
+    await node.hold_step()
+    if pending:
+        node.submit(prompt_of(30), 400)
+    steps = node.runner.num_steps
+    stopping = asyncio.create_task(asyncio.to_thread(node.host.stop))
+    async with asyncio.timeout(TIMEOUT_S):
+        while not node.host._stopping:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    with pytest.raises(NodeLost):
+        node.submit(prompt_of(20))
+    assert [batch async for batch in node.host.outputs("late")] == []
+    assert not stopping.done()
+    node.let_go()
+    await asyncio.wait_for(stopping, TIMEOUT_S)
+    assert node.runner.num_steps == steps
+    assert not node.thread.is_alive()
+    async for _ in stream:
+        pass
+    assert not node.follower.statuses[-1].healthy
+    node.host.stop()
+
+
+def test_stop_before_anything_happened() -> None:
+    node = Node()
+    node.host.start(node.role)
+    node.host.stop()
+    assert not node.thread.is_alive()
+    assert not node.host.status().healthy
+
+
+# ---------------------------------------------------------------------- drain and snapshot
+
+
+async def test_drain_refuses_new_jobs_and_waits_for_the_old(node: Node) -> None:
+    stream = node.host.outputs(CALLER)
+    job = node.submit(prompt_of(20), 60)
+    await node.hold_step()
+    waiting = node.submit(prompt_of(30), 5)
+    drains = [asyncio.create_task(node.host.drain()) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="draining"):
+        node.submit(prompt_of(20))
+    node.let_go()
+    told = await deltas_of(stream, job, waiting)
+    assert {len(tokens_of(deltas)) for deltas in told.values()} == {60, 5}
+    await asyncio.wait_for(asyncio.gather(*drains), TIMEOUT_S)
+    node.check_at_rest()
+    assert node.host.status().draining
+    await asyncio.wait_for(node.host.drain(), TIMEOUT_S)  # of an idle node
+    await close(stream)
+
+
+async def test_drain_ends_when_the_last_job_is_cancelled(node: Node) -> None:
+    stream = node.host.outputs(CALLER)
+    job = node.submit(prompt_of(20), 400)
+    await anext(stream)
+    draining = asyncio.create_task(node.host.drain())
+    await node.round()
+    assert not draining.done()
+    node.cancel(job)
+    await asyncio.wait_for(draining, TIMEOUT_S)
+    await close(stream)
+
+
+@pytest.mark.parametrize("wait", [EngineHost.drain, EngineHost.snapshot])
+def test_whoever_waits_goes_away_with_its_event_loop(
+    node: Node, wait: Callable[[EngineHost], Coroutine[Any, Any, object]]
+) -> None:
+    """The answer finds nobody, which must not hurt the node."""
+    complaints: list[object] = []
+
+    async def come_and_go() -> None:
+        await node.hold_step()
+        waiting = asyncio.create_task(wait(node.host))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    async def stay() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        await come_and_go()
+        node.let_go()
+        await node.round()
+        await asyncio.sleep(0)
+
+    asyncio.run(come_and_go())
+    node.let_go()
+    asyncio.run(stay())
+    assert node.thread.is_alive()
+    assert complaints == []
+
+
+async def test_a_snapshot_and_the_events_behind_it_are_what_is_cached(node: Node) -> None:
+    """Whenever it is taken, and however many blocks come and go: a router gets the same picture."""
+    chance = random.Random(1)
+    prefixes = [prompt_of(length, length) for length in (16, 48, 160)]
+    stream = node.host.outputs(CALLER)
+    snapshots = []
+
+    async def take_some() -> None:
+        while not done.is_set():
+            snapshots.append(await node.host.snapshot())
+            await asyncio.sleep(0.002)
+
+    done = asyncio.Event()
+    taking = asyncio.create_task(take_some())
+    for _ in range(12):
+        jobs = [
+            node.submit([*chance.choice(prefixes), *prompt_of(chance.randint(1, 150), seed)], 4)
+            for seed in (chance.randrange(1000) for _ in range(4))
+        ]
+        await deltas_of(stream, *jobs)
+    done.set()
+    await taking
+    await node.round()
+    cached = dict(node.scheduler.kv.pool.cached_chain())
+    batches = list(node.follower.batches)
+    assert [batch.sequence for batch in batches] == list(range(1, len(batches) + 1))
+    assert len({snapshot.sequence for snapshot in snapshots}) > 3
+    assert any(len(batch.events) > 1 for batch in batches)
+    for snapshot in [*snapshots[:1], *chance.sample(snapshots, 3), *snapshots[-1:]]:
+        index = PrefixIndex(max_entries=100_000)
+        index.add_node(node.info)
+        index.apply_snapshot(snapshot)
+        for batch in batches:
+            index.apply(batch)
+        index.check_integrity()
+        assert index.needs_snapshot() == frozenset()
+        chains = index._holders["node"].chains
+        assert chains._parents == cached
+    await close(stream)
+
+
+async def test_a_snapshot_while_a_step_runs(node: Node) -> None:
+    await node.hold_step()
+    taking = asyncio.create_task(node.host.snapshot())
+    await asyncio.sleep(0)
+    assert not taking.done()
+    node.let_go()
+    snapshot = await asyncio.wait_for(taking, TIMEOUT_S)
+    assert snapshot.hashes == snapshot.parents == ()

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from protocol import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    NodeLost,
+    RequestAborted,
+    RequestFailed,
+    SamplingParams,
+    Timeline,
+    TokenChunk,
+)
+from router import RouterConfig
+from router.admission import Admission
+from router.flight import Flight
+
+
+class Tower:
+    """The dispatcher's side of flights: counts what is abandoned."""
+
+    def __init__(self, stall_timeout_s: float = 10.0) -> None:
+        self.admission = Admission(RouterConfig())
+        self.abandoned: list[Flight] = []
+        self.may_go = asyncio.Event()
+        self.may_go.set()
+        self._stall_timeout_s = stall_timeout_s
+
+    def flight(self) -> Flight:
+        request = GenerationRequest(
+            request_id="r",
+            prompt_token_ids=(1, 2, 3),
+            sampling=SamplingParams(),
+            arrival_time=5.0,
+        )
+        return Flight(request, self.admission.admit(3), self._abandon, self._stall_timeout_s)
+
+    async def _abandon(self, flight: Flight) -> None:
+        self.abandoned.append(flight)
+        flight.abort()
+        await self.may_go.wait()
+
+
+def delta(
+    position: int,
+    *token_ids: int,
+    finish_reason: FinishReason | None = None,
+    stop_token_id: int | None = None,
+    num_cached_tokens: int | None = None,
+    timeline: Timeline | None = None,
+) -> Delta:
+    return Delta(
+        request_id="r",
+        attempt=0,
+        position=position,
+        token_ids=token_ids,
+        finish_reason=finish_reason,
+        stop_token_id=stop_token_id,
+        num_cached_tokens=num_cached_tokens,
+        timeline=timeline,
+    )
+
+
+async def read(flight: Flight) -> list[TokenChunk]:
+    return [chunk async for chunk in flight]
+
+
+async def waits(task: asyncio.Task[object]) -> bool:
+    """Whether the task still waits when everything else has had its turn."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return not task.done()
+
+
+async def test_a_waiting_reader_gets_each_chunk_as_it_comes() -> None:
+    flight = Tower().flight()
+    chunks = aiter(flight)
+    for position in range(3):
+        waiting = asyncio.create_task(anext(chunks))  # type: ignore[arg-type]
+        assert await waits(waiting)
+        flight.take(delta(position, 10 + position))
+        assert (await waiting).token_ids == (10 + position,)
+
+
+async def test_a_slow_reader_gets_all_at_once() -> None:
+    flight = Tower().flight()
+    for position in range(5):
+        flight.take(delta(position, 10 + position))
+    end = delta(5, 15, 16, finish_reason=FinishReason.STOP, stop_token_id=16)
+    assert flight.take(end)
+    assert await read(flight) == [
+        TokenChunk(
+            token_ids=tuple(range(10, 17)), finish_reason=FinishReason.STOP, stop_token_id=16
+        )
+    ]
+
+
+async def test_an_end_without_tokens() -> None:
+    flight = Tower().flight()
+    flight.take(delta(0, 1))
+    chunks = aiter(flight)
+    assert (await anext(chunks)).token_ids == (1,)
+    flight.take(delta(1, finish_reason=FinishReason.LENGTH))
+    assert await anext(chunks) == TokenChunk(token_ids=(), finish_reason=FinishReason.LENGTH)
+    with pytest.raises(StopAsyncIteration):
+        await anext(chunks)
+
+
+async def test_an_end_that_comes_too_early_is_no_end_yet() -> None:
+    flight = Tower().flight()
+    assert not flight.take(delta(1, 2, finish_reason=FinishReason.LENGTH))
+    assert not flight.ended
+    assert flight.take(delta(0, 1))
+    assert [chunk.token_ids for chunk in await read(flight)] == [(1, 2)]
+
+
+async def test_a_failure_comes_behind_the_tokens() -> None:
+    flight = Tower().flight()
+    flight.take(delta(0, 1))
+    flight.fail(NodeLost("gone"))
+    flight.fail(RequestFailed("later"))  # the first one counts
+    chunks = aiter(flight)
+    assert (await anext(chunks)).token_ids == (1,)
+    with pytest.raises(NodeLost, match="gone"):
+        await anext(chunks)
+
+
+async def test_a_failure_wakes_the_reader() -> None:
+    flight = Tower().flight()
+    reading = asyncio.create_task(read(flight))
+    assert await waits(reading)
+    flight.fail(NodeLost("gone"))
+    with pytest.raises(NodeLost):
+        await reading
+
+
+async def test_leaving_while_somebody_reads() -> None:
+    tower = Tower()
+    flight = tower.flight()
+    reading = asyncio.create_task(read(flight))
+    assert await waits(reading)
+    await flight.aclose()
+    with pytest.raises(RequestAborted, match="request r was cancelled"):
+        await reading
+    await flight.aclose()
+    assert tower.abandoned == [flight]
+
+
+async def test_leaving_twice_at_the_same_time() -> None:
+    tower = Tower()
+    flight = tower.flight()
+    tower.may_go.clear()
+    first = asyncio.create_task(flight.aclose())
+    assert await waits(first)
+    await flight.aclose()
+    tower.may_go.set()
+    await first
+    assert tower.abandoned == [flight]
+
+
+async def test_leaving_after_the_end() -> None:
+    tower = Tower()
+    flight = tower.flight()
+    flight.take(delta(0, 1, finish_reason=FinishReason.LENGTH))
+    await flight.aclose()
+    assert tower.abandoned == []
+    assert [chunk.finish_reason for chunk in await read(flight)] == [FinishReason.LENGTH]
+
+
+async def test_a_reader_that_is_cancelled_loses_nothing() -> None:
+    flight = Tower().flight()
+    reading = asyncio.create_task(read(flight))
+    assert await waits(reading)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    flight.take(delta(0, 1, finish_reason=FinishReason.LENGTH))
+    assert [chunk.token_ids for chunk in await read(flight)] == [(1,)]
+
+
+async def test_silence_ends_the_request() -> None:
+    tower = Tower(stall_timeout_s=0.01)
+    flight = tower.flight()
+    flight.take(delta(0, 1))
+    chunks = aiter(flight)
+    assert (await anext(chunks)).token_ids == (1,)
+    with pytest.raises(RequestFailed, match=r"no token for 0\.01 s"):
+        await anext(chunks)
+    assert tower.abandoned == [flight]
+    assert flight.ended
+
+
+async def test_tokens_that_the_client_cannot_see_yet_are_no_silence_breaker() -> None:
+    """What comes ahead of its turn must not make the reader hand out an empty chunk."""
+    flight = Tower().flight()
+    reading = asyncio.create_task(anext(aiter(flight)))  # type: ignore[arg-type]
+    flight.take(delta(3, 9))
+    assert await waits(reading)
+    flight.take(delta(0, 1))
+    assert (await reading).token_ids == (1,)
+
+
+async def test_the_next_attempt_goes_on_behind_what_is_emitted() -> None:
+    flight = Tower().flight()
+    first = flight.ticket
+    flight.open_nodes = {"p0", "d0"}
+    flight.take(delta(0, 1))
+    flight.take(delta(2, 66))
+    flight.next_attempt()
+    assert not flight.listens_to(first)
+    assert flight.listens_to(flight.ticket)
+    assert flight.open_nodes == set()
+    flight.take(delta(1, 2))
+    assert flight.log.emitted == [1, 2]
+    flight.abort()
+    assert not flight.listens_to(flight.ticket)
+
+
+async def test_what_the_first_node_found_in_its_cache_is_what_counts() -> None:
+    flight = Tower().flight()
+    flight.take(delta(0, 1, num_cached_tokens=32))
+    flight.take(delta(1, 2, num_cached_tokens=48))  # D's own
+    assert flight.num_cached_tokens == 32
+
+
+async def test_instants_of_all_nodes_come_together() -> None:
+    flight = Tower().flight()
+    flight.take(delta(0, 1, timeline=Timeline(prefill_started=6.0)))
+    flight.take(delta(1, 2, timeline=Timeline(prefill_started=9.0, reserved=7.0)))
+    assert flight.timeline.arrived == 5.0
+    assert flight.timeline.prefill_started == 6.0
+    assert flight.timeline.reserved == 7.0
