@@ -16,6 +16,7 @@ from engine import ActiveJob, Engine, EngineHost, KVCacheConfig
 from engine.outputs import OutputStream
 from protocol import (
     BlockEventBatch,
+    CacheSnapshot,
     DecodeJob,
     Delta,
     GenerationRequest,
@@ -42,13 +43,14 @@ from tests.hash_model import HashRunner, expected_tokens
 
 TIMEOUT_S = 10.0
 CALLER = "caller"
+LONG = 480  # tokens: a second's work, so a test can look while it is done
 
 
 class SteeredRunner(HashRunner):
     """Stops in the middle of a step, or breaks, when a test says so."""
 
     def __init__(self, kv_cache: KVCacheConfig) -> None:
-        super().__init__(kv_cache)
+        super().__init__(kv_cache, step_s=0.002)
         self.may_go_on = threading.Event()
         self.may_go_on.set()
         self.in_step = threading.Event()
@@ -421,7 +423,7 @@ async def test_a_job_that_is_cancelled_before_it_is_accepted(node: Node) -> None
 
 async def test_a_job_that_is_cancelled_while_it_is_computed(node: Node) -> None:
     stream = node.host.outputs(CALLER)
-    jobs = [node.submit(prompt_of(20, seed), 300) for seed in range(2)]
+    jobs = [node.submit(prompt_of(20, seed), LONG) for seed in range(2)]
     first = await anext(stream)
     assert first.deltas
     node.cancel(jobs[0])
@@ -436,7 +438,7 @@ async def test_a_job_that_is_cancelled_while_it_is_computed(node: Node) -> None:
 
 async def test_cancelling_means_all_attempts(node: Node) -> None:
     stream = node.host.outputs(CALLER)
-    job = node.submit(prompt_of(20), 300)
+    job = node.submit(prompt_of(20), LONG)
     again = DecodeJob(request=job.request, caller=CALLER, attempt=1)
     node.host.submit(again, node.role.accept)
     await node.round()
@@ -452,7 +454,7 @@ async def test_cancelling_means_all_attempts(node: Node) -> None:
 
 async def test_a_caller_that_leaves_takes_its_jobs_along(node: Node) -> None:
     leaving, staying = node.host.outputs("leaving"), node.host.outputs("staying")
-    node.submit(prompt_of(20), 400, caller="leaving")
+    node.submit(prompt_of(20), LONG, caller="leaving")
     job = node.submit(prompt_of(30), 30, caller="staying")
     await anext(leaving)
     await close(leaving)
@@ -467,7 +469,7 @@ async def test_a_caller_that_leaves_takes_its_jobs_along(node: Node) -> None:
 
 
 async def test_nobody_listens(node: Node) -> None:
-    node.submit(prompt_of(20), 400, caller="nobody")
+    node.submit(prompt_of(20), LONG, caller="nobody")
     await node.round()
     async with asyncio.timeout(TIMEOUT_S):
         while node.host.jobs:  # noqa: ASYNC110
@@ -481,7 +483,7 @@ async def test_a_caller_that_never_reads(node: Node, monkeypatch: pytest.MonkeyP
     """What is kept for it is bounded; when it reads after all, its stream tells that it ended."""
     monkeypatch.setattr(engine.host, "OutputStream", partial(OutputStream, max_batches=5))
     stream = node.host.outputs(CALLER)
-    node.submit(prompt_of(20), 400)
+    node.submit(prompt_of(20), LONG)
     async with asyncio.timeout(TIMEOUT_S):
         while CALLER in node.host._streams:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -528,7 +530,7 @@ async def test_a_caller_that_is_back_before_the_engine_has_noticed(node: Node) -
 def test_a_caller_whose_event_loop_is_gone(node: Node) -> None:
     async def come_and_go() -> AsyncIterator[OutputBatch]:
         stream = node.host.outputs("gone")
-        node.submit(prompt_of(20), 400, caller="gone")
+        node.submit(prompt_of(20), LONG, caller="gone")
         await anext(stream)
         return stream
 
@@ -557,7 +559,8 @@ class Crash:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.errors: list[BaseException | None] = []
-        monkeypatch.setattr(threading, "excepthook", lambda args: self.errors.append(args.exc_value))
+        hook = lambda args: self.errors.append(args.exc_value)  # noqa: E731
+        monkeypatch.setattr(threading, "excepthook", hook)
 
 
 @pytest.fixture
@@ -567,7 +570,7 @@ def crash(monkeypatch: pytest.MonkeyPatch) -> Crash:
 
 async def test_a_step_that_breaks(node: Node, crash: Crash) -> None:
     stream, idle = node.host.outputs(CALLER), node.host.outputs("idle")
-    node.submit(prompt_of(20), 400)
+    node.submit(prompt_of(20), LONG)
     await anext(stream)
     assert node.host.status().healthy
     node.runner.breaks = True
@@ -589,9 +592,13 @@ async def test_a_step_that_breaks(node: Node, crash: Crash) -> None:
     node.host.stop()
 
 
+def broken() -> None:
+    raise ZeroDivisionError
+
+
 async def test_a_command_that_breaks(node: Node, crash: Crash) -> None:
     stream = node.host.outputs(CALLER)
-    node.host.post(lambda: 1 // 0)
+    node.host.post(broken)
     assert [batch async for batch in stream] == []
     await asyncio.to_thread(node.thread.join, TIMEOUT_S)
     assert isinstance(crash.errors[0], ZeroDivisionError)
@@ -600,7 +607,7 @@ async def test_a_command_that_breaks(node: Node, crash: Crash) -> None:
 
 async def test_a_crash_ends_whoever_waits(node: Node, crash: Crash) -> None:
     stream = node.host.outputs(CALLER)
-    node.submit(prompt_of(20), 400)
+    node.submit(prompt_of(20), LONG)
     await anext(stream)
     draining = asyncio.create_task(node.host.drain())
     await node.round()
@@ -615,11 +622,11 @@ async def test_a_crash_ends_whoever_waits(node: Node, crash: Crash) -> None:
 async def test_stop_while_a_step_runs(node: Node, pending: bool) -> None:
     """The step ends, nothing else begins."""
     stream = node.host.outputs(CALLER)
-    node.submit(prompt_of(20), 400)
+    node.submit(prompt_of(20), LONG)
     await anext(stream)
     await node.hold_step()
     if pending:
-        node.submit(prompt_of(30), 400)
+        node.submit(prompt_of(30), LONG)
     steps = node.runner.num_steps
     stopping = asyncio.create_task(asyncio.to_thread(node.host.stop))
     async with asyncio.timeout(TIMEOUT_S):
@@ -671,7 +678,7 @@ async def test_drain_refuses_new_jobs_and_waits_for_the_old(node: Node) -> None:
 
 async def test_drain_ends_when_the_last_job_is_cancelled(node: Node) -> None:
     stream = node.host.outputs(CALLER)
-    job = node.submit(prompt_of(20), 400)
+    job = node.submit(prompt_of(20), LONG)
     await anext(stream)
     draining = asyncio.create_task(node.host.drain())
     await node.round()
@@ -715,7 +722,7 @@ async def test_a_snapshot_and_the_events_behind_it_are_what_is_cached(node: Node
     chance = random.Random(1)
     prefixes = [prompt_of(length, length) for length in (16, 48, 160)]
     stream = node.host.outputs(CALLER)
-    snapshots = []
+    snapshots: list[CacheSnapshot] = []
 
     async def take_some() -> None:
         while not done.is_set():

@@ -25,6 +25,12 @@ from tests.kv_transfer.pools import LAYOUT, TIMEOUT_S, GatedPool, make_pool
 
 BLOCK = LAYOUT.block_size
 
+STARTED, RESERVED, COMMITTED = EventKind.STARTED, EventKind.RESERVED, EventKind.COMMITTED
+LOST, PUSHED, RECOMPUTE = EventKind.LOST, EventKind.PUSHED, EventKind.RECOMPUTE
+SENT = EventKind.SENT
+
+P_TABLE, D_TABLE = (4, 9, 2), (31, 5, 17)  # of a request of 40 tokens: two and a half blocks
+
 CONFIG = HandoffConfig(reserve_timeout_s=300.0, transfer_timeout_s=60.0, heartbeat_s=5.0)
 
 
@@ -249,3 +255,32 @@ class Decode(End):
 
     def is_untouched(self, block_ids: Sequence[int]) -> bool:
         return bool((self.pool.bytes[list(block_ids)] == 0xDD).all())
+
+
+def settle(*ends: End) -> None:
+    """Let messages be answered. Enough for any exchange of which no write is part."""
+    for _ in range(4):
+        for end in ends:
+            end.poll()
+
+
+def arrives(p: Prefill, d: Decode, at_d: FakeRequest, tokens: tuple[int, ...] = (7,)) -> None:
+    """The hand-off goes on to its good end."""
+    p.until(lambda: SENT in p.told(at_d))
+    d.until(lambda: COMMITTED in d.told(at_d))
+    assert p.reasons(at_d) == [None]
+    assert d.received == {at_d.request_id: tokens}
+    assert d.holds_kv_of(at_d)
+
+
+def polled(end: End, clock: Clock, seconds: float) -> None:
+    """Time goes by, and the end polls as often as it asks for, but never at once again."""
+    until = clock.now + seconds
+    for _ in range(1000):
+        due = end.connector.next_deadline()
+        assert due is None or due > clock.now - 0.01, "it would be polled without end"
+        clock.now = min(until, clock.now + 1.0 if due is None else due + 0.01)
+        end.poll()
+        if clock.now >= until:
+            return
+    raise AssertionError("it is polled too often")

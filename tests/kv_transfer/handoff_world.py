@@ -7,13 +7,14 @@ threads, clock and transport are replaced, so any order of events can be played,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from decode_node import LocalDecodeNode
+from decode_node import DecodeConfig, LocalDecodeNode
+from decode_node.config import Reserve
 from engine import Engine, EngineHost, KVCacheConfig
 from engine.outputs import OutputStream
 from kv_transfer import (
@@ -308,40 +309,40 @@ class PlayedNode:
 class World:
     """P, D, the network between them, and what was asked of them."""
 
-    def __init__(self, *, exact_fences: bool) -> None:
+    def __init__(self, *, exact_fences: bool = True, reserve: Reserve = "on_start") -> None:
         self.now = 1000.0
         self.network = Network(exact_fences=exact_fences)
         self.p = PlayedNode(self.network, "p", Role.PREFILL, lambda: self.now)
         self.d = PlayedNode(self.network, "d", Role.DECODE, lambda: self.now)
         self._prefill = LocalPrefillNode(self.p.host, self.p.connector)
-        self._decode = LocalDecodeNode(self.d.host, self.d.connector)
+        self._decode = LocalDecodeNode(self.d.host, self.d.connector, DecodeConfig(reserve=reserve))
         self.p.play(self._prefill)
         self.d.play(self._decode)
         self.requests: dict[str, GenerationRequest] = {}
         self.cancelled: set[str] = set()
 
-    def ask(self, prompt: Sequence[int], max_tokens: int, priority: int) -> GenerationRequest:
+    def ask(
+        self, prompt: Sequence[int], max_tokens: int, priority: int = 0, **sampling: Any
+    ) -> GenerationRequest:
         """Nobody has it yet."""
         request = GenerationRequest(
             request_id=f"r{len(self.requests)}",
             prompt_token_ids=tuple(prompt),
-            sampling=SamplingParams(max_tokens=max_tokens),
+            sampling=SamplingParams(max_tokens=max_tokens, **sampling),
             arrival_time=self.now + len(self.requests),
             priority=priority,
         )
         self.requests[request.request_id] = request
         return request
 
-    def give_p(self, request: GenerationRequest) -> None:
-        job = PrefillJob(
-            request=request, caller=CALLER, decode_endpoint=self.d.transport.endpoint
-        )
+    def give_p(self, request: GenerationRequest, **fields: Any) -> None:
+        fields.setdefault("decode_endpoint", self.d.transport.endpoint)
+        job = PrefillJob(request=request, caller=CALLER, **fields)
         self.p.host.submit(job, self._prefill._role.accept)
 
-    def give_d(self, request: GenerationRequest) -> None:
-        job = DecodeJob(
-            request=request, caller=CALLER, prefill_endpoint=self.p.transport.endpoint
-        )
+    def give_d(self, request: GenerationRequest, **fields: Any) -> None:
+        fields.setdefault("prefill_endpoint", self.p.transport.endpoint)
+        job = DecodeJob(request=request, caller=CALLER, **fields)
         self.d.host.submit(job, self._decode._role.accept)
 
     def cancel(self, request: GenerationRequest) -> None:
@@ -350,32 +351,37 @@ class World:
         self.p.cancel(request.request_id)
         self.d.cancel(request.request_id)
 
+    def go_on(self, rounds: int = 1, *, writes: bool = True) -> None:
+        """What was sent arrives, both nodes have a round, and all writes end."""
+        for _ in range(rounds):
+            while self.network.mail:
+                self.network.deliver()
+            self.p.round()
+            self.d.round()
+            for write in list(self.network.writes) if writes else ():
+                while write.state is WriteState.PENDING:
+                    write.go_on()
+
     def calm_down(self) -> None:
         """All messages and writes arrive, and time goes by, until nothing happens any more."""
         for _ in range(200):
             if self.p.at_rest and self.d.at_rest and not self.network.mail:
-                self.p.round(), self.d.round()
+                self.go_on()
                 return
-            for _ in range(30):
-                self.p.round(), self.d.round()
-                while self.network.mail:
-                    self.network.deliver()
-                for write in list(self.network.writes):
-                    write.go_on()
+            self.go_on(30)
             self.now += CONFIG.heartbeat_s + 0.1
         raise AssertionError(
             [vars(self.p.connector), vars(self.d.connector), self.p.host.jobs, self.d.host.jobs]
         )
 
+    def told(self, node: PlayedNode, request: GenerationRequest) -> list[Delta]:
+        """What the caller heard from this node."""
+        return [d for d in node.stream.deltas if d.request_id == request.request_id]
+
     def check_answers(self) -> None:
         """Each request has its tokens, or a failure was told, or nobody wants it any more."""
         for request_id, request in self.requests.items():
-            mine = [
-                delta
-                for node in (self.p, self.d)
-                for delta in node.stream.deltas
-                if delta.request_id == request_id
-            ]
+            mine = [*self.told(self.p, request), *self.told(self.d, request)]
             expected = expected_tokens(request.prompt_token_ids, request.sampling)
             for delta in mine:
                 end = delta.position + len(delta.token_ids)
@@ -384,6 +390,6 @@ class World:
             tokens = [token for delta in told for token in delta.token_ids]
             if any(delta.finish_reason for delta in mine):
                 assert tokens == expected
-                assert not any(delta.failure for delta in self.d.stream.deltas if delta in mine)
+                assert not any(delta.failure for delta in self.told(self.d, request))
             elif request_id not in self.cancelled:
                 assert any(delta.failure for delta in mine), "no answer and no failure"

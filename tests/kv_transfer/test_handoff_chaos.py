@@ -162,21 +162,15 @@ class HandoffLifeOnABadNetwork(HandoffLife):
 
 
 _SETTINGS = settings(
-    max_examples=40,
-    stateful_step_count=60,
+    max_examples=60,
+    stateful_step_count=80,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
-
-
-class TestHandoffLife(HandoffLife.TestCase):
-    settings = _SETTINGS
-
-
-class TestHandoffLifeWithoutFences(HandoffLifeWithoutFences.TestCase):
-    settings = _SETTINGS
-
-
-class TestHandoffLifeOnABadNetwork(HandoffLifeOnABadNetwork.TestCase):
-    settings = _SETTINGS
+TestHandoffLife = HandoffLife.TestCase
+TestHandoffLife.settings = _SETTINGS
+TestHandoffLifeWithoutFences = HandoffLifeWithoutFences.TestCase
+TestHandoffLifeWithoutFences.settings = _SETTINGS
+TestHandoffLifeOnABadNetwork = HandoffLifeOnABadNetwork.TestCase
+TestHandoffLifeOnABadNetwork.settings = _SETTINGS

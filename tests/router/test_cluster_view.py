@@ -31,9 +31,7 @@ class Watched:
     def __init__(self) -> None:
         self.now = 1000.0
         self.directory = MemoryDirectory(clock=lambda: self.now)
-        self.view = ClusterView(
-            self.directory, FINGERPRINT, RouterConfig(), clock=lambda: self.now
-        )
+        self.view = ClusterView(self.directory, FINGERPRINT, RouterConfig(), clock=lambda: self.now)
 
     def register(self, node_id: str = "p0", *, generation: int = 0) -> NodeInfo:
         info = make_info(node_id, Role.PREFILL, generation=generation)

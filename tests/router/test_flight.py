@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -69,7 +71,11 @@ async def read(flight: Flight) -> list[TokenChunk]:
     return [chunk async for chunk in flight]
 
 
-async def waits(task: asyncio.Task[object]) -> bool:
+async def next_of(chunks: AsyncIterator[TokenChunk]) -> TokenChunk:
+    return await anext(chunks)
+
+
+async def waits(task: asyncio.Task[Any]) -> bool:
     """Whether the task still waits when everything else has had its turn."""
     for _ in range(10):
         await asyncio.sleep(0)
@@ -80,7 +86,7 @@ async def test_a_waiting_reader_gets_each_chunk_as_it_comes() -> None:
     flight = Tower().flight()
     chunks = aiter(flight)
     for position in range(3):
-        waiting = asyncio.create_task(anext(chunks))  # type: ignore[arg-type]
+        waiting = asyncio.create_task(next_of(chunks))
         assert await waits(waiting)
         flight.take(delta(position, 10 + position))
         assert (await waiting).token_ids == (10 + position,)
@@ -197,7 +203,7 @@ async def test_silence_ends_the_request() -> None:
 async def test_tokens_that_the_client_cannot_see_yet_are_no_silence_breaker() -> None:
     """What comes ahead of its turn must not make the reader hand out an empty chunk."""
     flight = Tower().flight()
-    reading = asyncio.create_task(anext(aiter(flight)))  # type: ignore[arg-type]
+    reading = asyncio.create_task(next_of(aiter(flight)))
     flight.take(delta(3, 9))
     assert await waits(reading)
     flight.take(delta(0, 1))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from hypothesis import given
@@ -105,7 +106,7 @@ def test_deltas_of_two_nodes_in_any_order_and_any_number(data: st.DataObject) ->
     """P tells the first token, D the rest in chunks; the network repeats and reorders them."""
     cuts = sorted(data.draw(st.sets(st.integers(2, len(OUTPUT) - 1))))
     bounds = [0, 1, *cuts, len(OUTPUT)]
-    chunks = [delta(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    chunks = [delta(a, b) for a, b in itertools.pairwise(bounds)]
     chunks[-1] = delta(bounds[-2], bounds[-1], finish_reason=FinishReason.LENGTH)
     sent = [*chunks, *data.draw(st.lists(st.sampled_from(chunks), max_size=5))]
     log = TokenLog()
