@@ -127,7 +127,7 @@ class Request:
         """Smaller is served first under the priority policy."""
         return (self.priority, self.arrival_time, self.request_id)
 
-    def finishing_status(self, max_model_len: int) -> RequestStatus | None:
+    def finishing_status(self, max_len: int) -> RequestStatus | None:
         """Whether the newest output token ends the request, and how.
 
         Below `min_tokens` nothing does; a stop token at the last position counts as a stop.
@@ -141,7 +141,7 @@ class Request:
         if last in sampling.stop_token_ids:
             self.stop_token_id = last
             return RequestStatus.FINISHED_STOPPED
-        if len(self.all_token_ids) >= max_model_len:
+        if len(self.all_token_ids) >= max_len:
             return RequestStatus.FINISHED_LENGTH_CAPPED
         if len(self.output_token_ids) >= sampling.max_tokens:
             return RequestStatus.FINISHED_LENGTH_CAPPED

@@ -88,6 +88,9 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: RequestQueue = make_queue(config.policy)
         self.skipped_waiting: RequestQueue = make_queue(config.policy)
+        # A request that would fill the whole pool ends there: alone, it would wait for ever.
+        pool_tokens = cache_config.num_usable_blocks * cache_config.block_size
+        self._max_len = min(config.max_model_len, pool_tokens)
         self._finished_req_ids: list[str] = []
         self._finished_recving: set[str] = set()  # loads that ended, not yet taken up
         self._parked: dict[str, int] = {}  # blocks being loaded, by request id
@@ -176,9 +179,23 @@ class Scheduler:
             if self._revoke_pin():
                 continue
             victim = self._choose_victim()
+            if victim is request and self._take_from_loaded(step):
+                continue
             self._preempt(victim, step)
             if victim is request:
                 return None
+
+    def _take_from_loaded(self, step: Step) -> bool:
+        """Let the last of the loaded requests start over, if only those hold what is lacking.
+
+        A request that is alone would else preempt itself, start over, and get no further.
+        """
+        loaded = self._loaded() if len(self.running) == 1 else []
+        if not loaded:
+            return False
+        self._leave_queue(loaded[-1])
+        self._give_up_blocks(loaded[-1], step)
+        return True
 
     def _choose_victim(self) -> Request:
         if self.config.policy == "priority":
@@ -408,7 +425,7 @@ class Scheduler:
         """Append up to the token that ends the request, if one does."""
         for token_id in tokens:
             request.append_output(token_id)
-            status = request.finishing_status(self.config.max_model_len)
+            status = request.finishing_status(self._max_len)
             if status is not None:
                 return status
         return None

@@ -141,7 +141,7 @@ async def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + _REST_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.001)  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
 
 
 async def read(stream: TokenStream) -> list[int]:

@@ -108,9 +108,10 @@ class Life:
         tokens: list[int] = []
         async for chunk in stream:
             tokens.extend(chunk.token_ids)
-            if plan.leave_at == "first_token" or (plan.leave_at == "decoding" and len(tokens) > 2):
+            here = "first_token" if len(tokens) == 1 else "decoding"
+            if plan.leave_at == here and chunk.finish_reason is None:
                 plan.reached.set()
-                await asyncio.sleep(0)
+                await asyncio.Event().wait()  # until it has been made to leave
         return tokens
 
 

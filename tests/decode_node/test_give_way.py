@@ -51,18 +51,7 @@ def step(scheduler: Scheduler, transfers: KVConnectorOutput | None = None) -> No
     scheduler.check_integrity()
 
 
-@pytest.mark.parametrize(
-    "whole_must_fit",
-    [
-        True,
-        pytest.param(
-            False,
-            marks=pytest.mark.xfail(
-                strict=True, reason="the urgent request preempts itself without end"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("whole_must_fit", [True, False])
 def test_an_urgent_request_and_a_loaded_one_that_has_what_it_lacks(whole_must_fit: bool) -> None:
     """Nine blocks: the loaded one holds three and waits, the urgent one needs seven.
 
@@ -93,7 +82,6 @@ def test_an_urgent_request_and_a_loaded_one_that_has_what_it_lacks(whole_must_fi
     assert not scheduler.has_requests()
 
 
-@pytest.mark.xfail(strict=True, reason="it gives up its blocks and waits for ever")
 def test_a_request_that_outgrows_the_whole_pool() -> None:
     """Ten blocks hold 160 tokens, max_model_len allows more: it has to end where it is."""
     scheduler = Scheduler(
