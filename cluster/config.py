@@ -114,7 +114,7 @@ class LocalConfig:
                 "kv-memory",
                 f"{_mib(self.kv_memory_bytes)} hold {max(0, usable) * self.block_size} tokens, but "
                 f"one request of max-model-len ({self.model_len(model)}) tokens needs "
-                f"{_mib((needed + 1) * one.bytes_per_block)}",
+                f"{_mib((needed + 1) * one.bytes_per_block)}; raise it, or lower --max-model-len",
             )
         return KVCacheConfig.for_model(model, num_blocks=usable + 1, block_size=self.block_size)
 

@@ -13,17 +13,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvrelay import __version__
+from kvrelay.stop_signals import end_on_stop_signals
 from protocol import ConfigError, KvrelayError
 
 DEFAULT_MODEL = "smollm2-135m"
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
-    help="Prefill/decode-disaggregated LLM serving.",
+    rich_markup_mode=None,  # its tables cut the names of options off in a narrow terminal
 )
-models = typer.Typer(no_args_is_help=True, help="Find, fetch and convert models.")
+models = typer.Typer(
+    invoke_without_command=True, rich_markup_mode=None, help="Find, fetch and convert models."
+)
 app.add_typer(models, name="models")
 
 CacheDir = Annotated[
@@ -36,10 +39,37 @@ CacheDir = Annotated[
 ]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvrelay {__version__}")
+        raise typer.Exit
+
+
+@models.callback()
+def _help_without_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+@app.callback()
+def kvrelay(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Prefill/decode-disaggregated LLM serving."""
+    _help_without_command(context)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(f"kvrelay {__version__}")
+    _print_version(wanted=True)
 
 
 @app.command()
@@ -54,8 +84,12 @@ def serve(
     topology: Annotated[
         str, typer.Option(help="disaggregated: prefill and decode nodes; unified: one kind.")
     ] = "disaggregated",
-    prefill: Annotated[int, typer.Option(help="Number of prefill nodes.")] = 1,
-    decode: Annotated[int, typer.Option(help="Number of decode (or unified) nodes.")] = 1,
+    prefill: Annotated[
+        int | None, typer.Option(help="Number of prefill nodes.", show_default="1")
+    ] = None,
+    decode: Annotated[
+        int, typer.Option(help="Number of decode nodes; with topology unified, of all nodes.")
+    ] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block, in steps of 16.")] = 16,
@@ -78,7 +112,8 @@ def serve(
         list[str] | None,
         typer.Option(
             envvar="KVRELAY_API_KEY",
-            help="Accept only requests with one of these keys.",
+            help="Accept only requests with one of these keys (all but /health and /metrics). May "
+            "be given more than once; the variable, which others cannot see, separates by blanks.",
             show_default="no key is asked for",
         ),
     ] = None,
@@ -94,12 +129,15 @@ def serve(
     from kvrelay.sizes import parse_size
     from router import RouterConfig, get_policy
 
+    end_on_stop_signals(status=0)
     get_policy(policy)
+    if Topology.parse(topology) is Topology.UNIFIED and prefill is not None:
+        raise ConfigError("prefill", "a unified cluster has none; --decode is its number of nodes")
     ServeCommand(
         ServeConfig(host=host, port=port, model=model, cache_dir=_cache_dir(cache_dir)),
         LocalConfig(
             topology=Topology.parse(topology),
-            num_prefill=prefill,
+            num_prefill=1 if prefill is None else prefill,
             num_decode=decode,
             block_size=block_size,
             kv_memory_bytes=parse_size("kv-memory", kv_memory),

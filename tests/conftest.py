@@ -1,6 +1,11 @@
-"""Options of the whole suite."""
+"""What holds for the whole suite."""
+
+import os
 
 import pytest
+
+# As the `kvrelay` command does, and for the same reason; before anything imports torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,29 +6,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Limits that were measured with MKL in float32 on two cores with AVX-512.
 _FEW_ROWS = 8
+_MANY_ROWS = 128
+_NUM_STRIPS = 8
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x` `[rows, in]` times `weight` `[out, in]` transposed, plus `bias` `[out]`."""
-    num_rows = x.shape[0]
-    if not _streams_weight(num_rows, weight):
+    """`x` `[rows, in]` times `weight` `[out, in]` transposed, plus `bias` `[out]`.
+
+    Below about 128 rows `F.linear` uses one core only, whatever it is given. Written in another
+    way the same product is up to 4 times faster for a few rows, and 1.3 times for some.
+    """
+    num_rows, (out_size, in_size) = len(x), weight.shape
+    if num_rows <= 2 or (num_rows <= _FEW_ROWS and out_size >= in_size):
+        product = _weight_first(x, weight)
+    elif num_rows <= _MANY_ROWS and out_size % _NUM_STRIPS == 0 and torch.get_num_threads() > 1:
+        product = _in_strips(x, weight)
+    else:
         return F.linear(x, weight, bias)
-    if num_rows == 1:
-        x = torch.cat((x, x))  # a matrix times one vector takes a slower path than times two
-    product = torch.mm(weight, x.t()).t()[:num_rows].contiguous()
     return product if bias is None else product.add_(bias)
 
 
-def _streams_weight(num_rows: int, weight: Tensor) -> bool:
-    """Whether W xᵀ is faster than x Wᵀ, which has the same numbers.
+def _weight_first(x: Tensor, weight: Tensor) -> Tensor:
+    """W xᵀ: nearly all time goes into reading the weight, and all cores read."""
+    num_rows = len(x)
+    if num_rows == 1:
+        x = torch.cat((x, x))  # a matrix times one vector takes a slower path than times two
+    return torch.mm(weight, x.t()).t()[:num_rows].contiguous()
 
-    For few rows the time goes into reading the weight, and only the first form does that in
-    parallel: it is up to 4 times faster (measured with MKL on two cores with AVX-512). With
-    more than two rows and a long inner dimension it loses again.
-    """
-    out_size, in_size = weight.shape
-    return num_rows <= 2 or (num_rows <= _FEW_ROWS and out_size >= in_size)
+
+def _in_strips(x: Tensor, weight: Tensor) -> Tensor:
+    """A batch of products, one for each strip of the weight's rows, shared among the cores."""
+    strips = weight.view(_NUM_STRIPS, -1, weight.shape[1]).transpose(1, 2)
+    products = torch.bmm(x.expand(_NUM_STRIPS, -1, -1), strips)  # [strip, row, out of strip]
+    return products.transpose(0, 1).reshape(len(x), -1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

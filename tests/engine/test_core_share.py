@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -94,9 +93,8 @@ def test_runners_in_two_threads_compute_the_same_as_alone(tiny_model: CausalLM) 
 
     def tokens(runner: ModelRunner, results: list[list[int]]) -> None:
         drive = Drive("a", list(range(20, 45)), blocks(20))
-        end = time.monotonic() + 0.3
         step(runner, [(drive, 25)])
-        while time.monotonic() < end and len(drive.output) < 50:
+        while len(drive.output) < 12:
             step(runner, [(drive, 1)])
         results.append(drive.output)
 
@@ -111,6 +109,5 @@ def test_runners_in_two_threads_compute_the_same_as_alone(tiny_model: CausalLM) 
     for thread in threads:
         thread.join()
     tokens(make_model_runner(tiny_model, num_blocks=24, block_size=4), results)
-    shortest = min(map(len, results))
-    assert shortest > 1
-    assert results[0][:shortest] == results[1][:shortest] == results[2][:shortest]
+    assert len(results[0]) == 12
+    assert results[0] == results[1] == results[2]

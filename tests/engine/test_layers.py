@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,14 +11,25 @@ from torch.nn import functional as F
 from engine.models.layers import RotaryEmbedding, linear, rms_norm, silu_and_mul
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 8, 9, 33])
+@pytest.fixture(params=[1, 2])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 9, 33, 128, 129])
+@pytest.mark.parametrize(("out_size", "in_size"), [(64, 24), (24, 64), (10, 24), (10, 6)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear_for_every_number_of_rows(num_rows: int, has_bias: bool) -> None:
+def test_linear_for_every_shape(num_rows: int, out_size: int, in_size: int, has_bias: bool) -> None:
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(num_rows, 24), torch.randn(10, 24), torch.randn(10)
-    result = linear(x, weight, bias if has_bias else None)
+    x, weight = torch.randn(num_rows, in_size), torch.randn(out_size, in_size)
+    bias = torch.randn(out_size) if has_bias else None
+    result = linear(x, weight, bias)
     assert result.is_contiguous()
-    torch.testing.assert_close(result, F.linear(x, weight, bias if has_bias else None))
+    torch.testing.assert_close(result, F.linear(x, weight, bias), atol=1e-5, rtol=1e-5)
 
 
 def test_rms_norm() -> None:
