@@ -9,36 +9,21 @@ a unified one, in turns; and the part of the transfer that computing did not hid
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
 import statistics
-import time
-from pathlib import Path
 
+from _clusters import both_topologies, submit
 from _result import Result, report
 
-from cluster import LocalCluster, LocalConfig, Topology
-from cluster.torch_compute import torch_compute
-from engine.weights import ModelFiles, ModelStore
-from protocol import GenerationRequest, SamplingParams, Timeline
+from cluster import LocalCluster
+from protocol import Timeline
 
 LENGTHS = (128, 512, 1500)
 REPEATS = 5
 OUTPUT_TOKENS = 8
-_numbers = itertools.count()
 
 
 async def generate(cluster: LocalCluster, length: int) -> Timeline:
-    """A prompt that nobody has cached."""
-    number = next(_numbers)
-    prompt = random.Random(number).choices(range(100, 40_000), k=length)
-    request = GenerationRequest(
-        request_id=f"r{number}",
-        prompt_token_ids=tuple(prompt),
-        sampling=SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS),
-        arrival_time=time.time(),
-    )
-    stream = await cluster.dispatcher.submit(request)
+    stream = await submit(cluster, length, OUTPUT_TOKENS)
     async for _ in stream:
         pass
     return stream.timeline
@@ -66,20 +51,10 @@ async def measure(split: LocalCluster, unified: LocalCluster, length: int) -> li
     ]
 
 
-def make(files: ModelFiles, topology: Topology) -> LocalCluster:
-    config = LocalConfig(topology=topology, max_model_len=2048)
-    return LocalCluster(config, files, torch_compute(files, config))
-
-
 async def main() -> None:
-    files = ModelStore(Path.home() / ".cache" / "kvrelay").resolve("smollm2-135m")
-    split, unified = make(files, Topology.DISAGGREGATED), make(files, Topology.UNIFIED)
-    await split.start()
-    await unified.start()
-    for length in LENGTHS:
-        report(await measure(split, unified, length))
-    await split.stop()
-    await unified.stop()
+    async with both_topologies() as (split, unified):
+        for length in LENGTHS:
+            report(await measure(split, unified, length))
 
 
 if __name__ == "__main__":
