@@ -21,6 +21,7 @@ LONG = {"model": REAL_MODEL, "prompt": "Once upon a time", "max_tokens": 4000, "
 FEW_STEPS = 50
 
 
+@pytest.mark.slow
 async def test_at_any_moment(tiny_server: ServeProcess) -> None:
     """Some leave in the very turn of the event loop that has a token for them."""
     rng = random.Random(0)

@@ -21,6 +21,7 @@ REAL_ANSWERS = (" Paris.", " Rome.", " 10, 11,")
 SMALL_STEPS = ("--max-num-batched-tokens", "64", "--max-num-seqs", "4")
 
 
+@pytest.mark.slow
 class TestTinyModel:
     @pytest.fixture
     def expected(self, tiny_server: ServeProcess) -> list[str]:
