@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -91,11 +90,6 @@ def test_a_copied_conversion_has_the_same_fingerprint(store: ModelStore, tmp_pat
     converted = store.resolve(str(TinyGGUF().write(tmp_path / "tiny.gguf")))
     copy = shutil.copytree(converted.directory, tmp_path / "copy")
     assert store.resolve(str(copy)).fingerprint == converted.fingerprint
-
-
-def test_model_files_travel_between_processes(store: ModelStore, tmp_path: Path) -> None:
-    files = store.resolve(str(write_hf_directory(tmp_path / "m")))
-    assert pickle.loads(pickle.dumps(files)) == files
 
 
 def test_finding_a_model_needs_no_torch() -> None:
