@@ -95,6 +95,10 @@ class CacheConfig:
     def num_usable_blocks(self) -> int:
         return self.num_blocks - 1
 
+    @property
+    def num_usable_tokens(self) -> int:
+        return self.num_usable_blocks * self.block_size
+
 
 def _at_least_one(field: str, value: int) -> None:
     if value < 1:

@@ -89,8 +89,7 @@ class Scheduler:
         self.waiting: RequestQueue = make_queue(config.policy)
         self.skipped_waiting: RequestQueue = make_queue(config.policy)
         # A request that would fill the whole pool ends there: alone, it would wait for ever.
-        pool_tokens = cache_config.num_usable_blocks * cache_config.block_size
-        self._max_len = min(config.max_model_len, pool_tokens)
+        self._max_len = min(config.max_model_len, cache_config.num_usable_tokens)
         self._finished_req_ids: list[str] = []
         self._finished_recving: set[str] = set()  # loads that ended, not yet taken up
         self._parked: dict[str, int] = {}  # blocks being loaded, by request id
@@ -110,10 +109,9 @@ class Scheduler:
 
     def check_fits(self, num_tokens: int) -> None:
         """Raise PromptTooLong if so many tokens given at once can never be computed here."""
-        cache = self.kv.config
         limits = [
             (self.config.max_model_len, "max_model_len"),
-            (cache.num_usable_blocks * cache.block_size, "the KV cache of this node"),
+            (self.kv.config.num_usable_tokens, "the KV cache of this node"),
         ]
         if not self.config.enable_chunked_prefill and not self.config.long_prefill_token_threshold:
             limits.append((self.config.token_budget, "a step without chunked prefill"))
@@ -193,8 +191,7 @@ class Scheduler:
         loaded = self._loaded() if len(self.running) == 1 else []
         if not loaded:
             return False
-        self._leave_queue(loaded[-1])
-        self._give_up_blocks(loaded[-1], step)
+        self._preempt(loaded[-1], step)
         return True
 
     def _choose_victim(self) -> Request:
@@ -203,14 +200,14 @@ class Scheduler:
         return self.running[-1]
 
     def _preempt(self, victim: Request, step: Step) -> None:
-        """Take its blocks; it keeps its tokens, and starts over when there is room."""
-        self.running.remove(victim)
+        """Take the blocks of a request that runs, or that is loaded and waits.
+
+        It keeps its tokens, and starts over when there is room.
+        """
+        self._leave_queue(victim)
         if step.withdraw(victim):
             # Its blocks were made hittable for tokens that will not be computed now.
             self.kv.forget_uncomputed(victim, victim.num_computed_tokens)
-        self._give_up_blocks(victim, step)
-
-    def _give_up_blocks(self, victim: Request, step: Step) -> None:
         self.kv.free(victim.request_id)
         self._finished_recving.discard(victim.request_id)
         victim.status = RequestStatus.PREEMPTED
@@ -226,8 +223,7 @@ class Scheduler:
         while not self.running and (loaded := self._loaded()):
             if self._admit_one_of(loaded, step):
                 return
-            self._leave_queue(loaded[-1])
-            self._give_up_blocks(loaded[-1], step)
+            self._preempt(loaded[-1], step)
             self._admit_in_order(step)
 
     def _admit_in_order(self, step: Step) -> None:
