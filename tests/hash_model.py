@@ -9,6 +9,7 @@ computed without any cache. It runs the whole cluster at thousands of steps a se
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,6 +59,11 @@ def expected_tokens(prompt: Sequence[int], sampling: SamplingParams) -> list[int
         if tokens[-1] in sampling.eos_token_ids or tokens[-1] in sampling.stop_token_ids:
             break
     return tokens[len(prompt) :]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A prompt without the special token; another one for each length and seed."""
+    return random.Random(f"{length}/{seed}").choices(range(2, VOCABULARY), k=length)
 
 
 @dataclass

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 
 from kv_transfer import MemoryHub, MemoryTransport, Transport
 from protocol import GenerationRequest, SamplingParams
 from tests.hash_cluster import HashCluster, read, until
-from tests.hash_model import expected_tokens
+from tests.hash_model import expected_tokens, prompt_of
 from tests.slow_transport import Delay, SlowTransport
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(2, 50_000), k=length)
 
 
 def slow(delay: Delay, only: str = "") -> object:

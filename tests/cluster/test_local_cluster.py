@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,9 @@ import pytest
 
 from protocol import PromptTooLong, SamplingParams
 from tests.hash_cluster import HashCluster, read, until
-from tests.hash_model import expected_tokens
+from tests.hash_model import expected_tokens, prompt_of
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 300)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(2, 50_000), k=length)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from decode_node import DecodeConfig
@@ -11,12 +9,8 @@ from decode_node.intake import Intake
 from engine import ActiveJob
 from kv_transfer import HandoffState
 from protocol import ConfigError, DecodeJob, FinishReason, GenerationRequest, SamplingParams
-from tests.hash_model import expected_tokens
+from tests.hash_model import expected_tokens, prompt_of
 from tests.kv_transfer.handoff_world import CONFIG, World
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(2, 50_000), k=length)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import threading
 from collections.abc import AsyncIterator
 
@@ -15,13 +14,9 @@ from protocol import SamplingParams
 from router import RouterConfig
 from scheduler import ModelRunnerOutput, SchedulerOutput
 from tests.hash_cluster import HashCluster, read
-from tests.hash_model import HashRunner, expected_tokens
+from tests.hash_model import HashRunner, expected_tokens, prompt_of
 
 TIMEOUT_S = 30.0
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(2, 50_000), k=length)
 
 
 class BrokenModel(RuntimeError):

@@ -39,7 +39,7 @@ from scheduler import (
     SchedulerConfig,
     SchedulerOutput,
 )
-from tests.hash_model import HashRunner, expected_tokens
+from tests.hash_model import HashRunner, expected_tokens, prompt_of
 
 TIMEOUT_S = 10.0
 CALLER = "caller"
@@ -224,10 +224,6 @@ def node() -> Iterator[Node]:
     made.let_go()
     made.host.stop()
     assert not made.thread.is_alive()
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(2, 50_000), k=length)
 
 
 async def deltas_of(stream: AsyncIterator[OutputBatch], *jobs: DecodeJob) -> dict[str, list[Delta]]:

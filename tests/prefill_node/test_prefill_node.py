@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import pytest
 
 from protocol import Delta, FinishReason, GenerationRequest, SamplingParams, Timeline
-from tests.hash_model import expected_tokens
+from tests.hash_model import expected_tokens, prompt_of
 from tests.kv_transfer.handoff_world import World
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(2, 50_000), k=length)
 
 
 @pytest.fixture
