@@ -4,7 +4,6 @@ from protocol.block_hash import (
     HASH_BLOCK_SIZE,
     BlockHash,
     extend_hashes,
-    hash_block,
     hash_chain,
     root_hash,
 )
@@ -104,7 +103,6 @@ __all__ = [
     "TransferCounts",
     "TransferFailed",
     "extend_hashes",
-    "hash_block",
     "hash_chain",
     "root_hash",
 ]

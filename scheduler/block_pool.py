@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from protocol import BlockEvent, BlockHash, BlockRemoved, BlockStored
+from protocol import BlockEvent, BlockHash, BlockRemoved, BlockStored, CacheCleared
 
 NULL_BLOCK = 0
 
@@ -28,8 +28,10 @@ class BlockPool:
         self._ref_cnt = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._parent_of: list[BlockHash | None] = [None] * num_blocks
-        # Equal blocks are not merged: a table never changes under a request that runs.
-        self._holders: dict[BlockHash, dict[int, None]] = {}
+        # Equal blocks are not merged: a table never changes under a request that runs. The one that
+        # has been cached for the longest time is the one that is hit; the others stand behind it.
+        self._cached: dict[BlockHash, int] = {}
+        self._duplicates: dict[BlockHash, dict[int, None]] = {}
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._num_unused_cached = 0
         self._events: list[BlockEvent] = []
@@ -52,13 +54,22 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_usable - len(self._unused)
 
-    def find(self, block_hash: BlockHash) -> int | None:
-        """A block with this content, the longest cached one if there are several."""
-        holders = self._holders.get(block_hash)
-        return next(iter(holders)) if holders else None
+    def find_chain(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Blocks with these contents, up to the first that is not cached."""
+        found = []
+        for block_id in map(self._cached.get, hashes):
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
 
-    def is_unused(self, block_id: int) -> bool:
-        return self._ref_cnt[block_id] == 0
+    def count_unused(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks have no user."""
+        ref_cnt = self._ref_cnt
+        return sum([not ref_cnt[block_id] for block_id in block_ids])
+
+    def count_users(self, block_id: int) -> int:
+        return self._ref_cnt[block_id]
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks (at most `num_unused`); what they cached is forgotten."""
@@ -75,18 +86,21 @@ class BlockPool:
 
     def share(self, block_ids: Iterable[int]) -> None:
         """One more user for each of these cached blocks."""
+        ref_cnt = self._ref_cnt
         for block_id in block_ids:
-            if self._ref_cnt[block_id] == 0:
+            num_users = ref_cnt[block_id]
+            if num_users == 0:
                 del self._unused[block_id]
                 self._num_unused_cached -= 1
-            self._ref_cnt[block_id] += 1
+            ref_cnt[block_id] = num_users + 1
 
     def release(self, block_ids: Iterable[int]) -> None:
         """One user less for each; those without a user go to the end of the list, in this order."""
+        ref_cnt = self._ref_cnt
         for block_id in block_ids:
-            self._ref_cnt[block_id] -= 1
-            assert self._ref_cnt[block_id] >= 0, f"block {block_id} was freed twice"
-            if self._ref_cnt[block_id] == 0:
+            ref_cnt[block_id] -= 1
+            assert ref_cnt[block_id] >= 0, f"block {block_id} was freed twice"
+            if ref_cnt[block_id] == 0:
                 self._unused[block_id] = None
                 self._num_unused_cached += self._hash_of[block_id] is not None
 
@@ -95,19 +109,24 @@ class BlockPool:
     ) -> None:
         """These used, full blocks follow each other and can be hit from now on."""
         stored_from = parent
-        stored: list[BlockHash] = []
+        stored: list[BlockHash] = []  # follow each other, and nobody had them before
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            assert self._hash_of[block_id] is None, f"block {block_id} has a hash already"
+            known = self._hash_of[block_id]
+            assert known in (None, block_hash), f"block {block_id} has another hash already"
+            if known is not None:  # shared, and its other user was first
+                parent = block_hash
+                continue
             self._hash_of[block_id] = block_hash
             self._parent_of[block_id] = parent
-            holders = self._holders.setdefault(block_hash, {})
-            if holders and stored:
-                self._events.append(BlockStored(tuple(stored), stored_from))
-                stored = []
-            if not holders:
+            if block_hash not in self._cached:
+                self._cached[block_hash] = block_id
                 stored_from = stored_from if stored else parent
                 stored.append(block_hash)
-            holders[block_id] = None
+            else:
+                self._duplicates.setdefault(block_hash, {})[block_id] = None
+                if stored:
+                    self._events.append(BlockStored(tuple(stored), stored_from))
+                    stored = []
             parent = block_hash
         if stored:
             self._events.append(BlockStored(tuple(stored), stored_from))
@@ -118,17 +137,33 @@ class BlockPool:
         if block_hash is None:
             return
         self._hash_of[block_id] = self._parent_of[block_id] = None
-        holders = self._holders[block_hash]
-        del holders[block_id]
-        if not holders:
-            del self._holders[block_hash]
+        duplicates = self._duplicates.get(block_hash)
+        if self._cached[block_hash] != block_id:
+            assert duplicates is not None
+            del duplicates[block_id]
+        elif duplicates:
+            self._cached[block_hash] = next(iter(duplicates))
+            del duplicates[self._cached[block_hash]]
+        else:
+            del self._cached[block_hash]
             self._events.append(BlockRemoved((block_hash,)))
+        if duplicates is not None and not duplicates:
+            del self._duplicates[block_hash]
+
+    def forget_all(self) -> None:
+        """Nothing can be hit any more. No block may be in use."""
+        assert self.num_used == 0
+        self._hash_of = [None] * len(self._hash_of)
+        self._parent_of = [None] * len(self._parent_of)
+        self._cached.clear()
+        self._duplicates.clear()
+        self._num_unused_cached = 0
+        self._events.append(CacheCleared())
 
     def cached_chain(self) -> list[tuple[BlockHash, BlockHash | None]]:
         """(hash, parent hash) of everything that can be hit; parents may come after children."""
         return [
-            (block_hash, self._parent_of[next(iter(holders))])
-            for block_hash, holders in self._holders.items()
+            (block_hash, self._parent_of[block_id]) for block_hash, block_id in self._cached.items()
         ]
 
     def take_events(self) -> list[BlockEvent]:
@@ -148,5 +183,7 @@ class BlockPool:
         assert unused == set(self._unused), "the list of unused blocks is wrong"
         cached = sum(self._hash_of[b] is not None for b in unused)
         assert cached == self._num_unused_cached, "the count of cached blocks is wrong"
-        hashed = {b for holders in self._holders.values() for b in holders}
-        assert hashed == {b for b, h in enumerate(self._hash_of) if h is not None}
+        holders = {block: h for h, block in self._cached.items()}
+        holders |= {block: h for h, blocks in self._duplicates.items() for block in blocks}
+        assert holders == {b: h for b, h in enumerate(self._hash_of) if h is not None}
+        assert all(h in self._cached and self._duplicates[h] for h in self._duplicates)

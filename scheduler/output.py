@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from protocol import KVConnectorOutput, SamplingParams
+from scheduler.queue import Wait
+from scheduler.request import Request
 
 
-@dataclass(frozen=True)
-class NewRequestData:
+class NewRequestData(msgspec.Struct, frozen=True):
     """A request that the runner sees for the first time, or again after a preemption.
 
     `token_ids` are all tokens that it has by now: the prompt (the first `num_prompt_tokens`),
@@ -22,10 +25,10 @@ class NewRequestData:
     sampling: SamplingParams
     block_ids: Sequence[int]
     num_computed_tokens: int
+    lora_name: str | None = None
 
 
-@dataclass(frozen=True)
-class CachedRequestData:
+class CachedRequestData(msgspec.Struct, frozen=True):
     """A request that the runner knows: only what changed. The runner has its sampled tokens."""
 
     request_id: str
@@ -39,15 +42,19 @@ class SchedulerOutput:
 
     token index   0        num_computed            num_computed + num_scheduled
                   |  in KV blocks  |  computed in this step  |  later, if any
+                                        ... | drafts, if any |
     """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_resumed_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: list[CachedRequestData] = field(default_factory=list)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)  # in scheduling order
+    scheduled_spec_tokens: dict[str, Sequence[int]] = field(default_factory=dict)
     preempted_req_ids: list[str] = field(default_factory=list)
     finished_req_ids: list[str] = field(default_factory=list)  # since the last step
     kv_connector_metadata: object = None
+    num_prompt_tokens: int = 0  # scheduled tokens that came with their requests
+    admission_ended_by: Wait | None = None  # what the head of the queue lacks; None: nobody waits
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -59,8 +66,17 @@ class ModelRunnerOutput:
     """What a step computed.
 
     `sampled_token_ids` has an entry for each request whose last token was computed, that is, not
-    for one in the middle of its prompt.
+    for one in the middle of its prompt. After drafts it has those that were accepted and one more.
     """
 
     sampled_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
+
+
+class RequestUpdate(msgspec.Struct, frozen=True):
+    """New output tokens of a request; the first of them is output token number `position`."""
+
+    request: Request
+    new_token_ids: Sequence[int]
+    position: int
+    finished: bool

@@ -263,10 +263,14 @@ class PlayedNode:
             layout, self.runner.pool.ctypes.data, NUM_BLOCKS + 1, self.runner.pool
         )
         self.connector.register_kv_caches(pool, self.host.wake)
-        self.transport.table_of = self.scheduler.kv.block_table
+        self.transport.table_of = self._table_of
         self.transport.connector = self.connector
         self.stream = PlayedStream()
         self.host._streams[CALLER] = cast(OutputStream, self.stream)
+
+    def _table_of(self, request_id: str) -> Sequence[int]:
+        request = self.scheduler.requests.get(request_id)
+        return () if request is None else request.block_ids
 
     def play(self, node: LocalPrefillNode | LocalDecodeNode) -> None:
         """Be ready, as `start` makes it, but for the thread."""
