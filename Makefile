@@ -14,7 +14,7 @@ BIN        := $(VENV)/bin
 STAMP      := $(VENV)/.setup-done
 PIP        := $(BIN)/python -m pip --disable-pip-version-check -qq install --root-user-action=ignore
 BENCHMARKS  = $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
-BESIDE      = $(wildcard benchmarks examples)
+BESIDE      = $(wildcard benchmarks examples/*.py)
 
 help: ## list the targets
 	sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14

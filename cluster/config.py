@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from decode_node import DecodeConfig
 from engine import KVCacheConfig
 from engine.weights import ModelConfig
-from protocol import HASH_BLOCK_SIZE, ConfigError
+from protocol import HASH_BLOCK_SIZE, ConfigError, Role
 from router import RouterConfig
-from scheduler import Policy, SchedulerConfig
+from scheduler import SchedulerConfig, SchedulerKnobs
 
 DEFAULT_MAX_MODEL_LEN = 8192  # tokens; a model that was made for more has to be told so
 GIB = 1 << 30
@@ -21,17 +23,13 @@ class Topology(enum.StrEnum):
     DISAGGREGATED = "disaggregated"
     UNIFIED = "unified"
 
-    @classmethod
-    def parse(cls, name: str) -> Topology:
-        """Raises ConfigError: there is none of this name."""
-        if name not in tuple(cls):
-            raise ConfigError("topology", f"must be {' or '.join(cls)}, not {name!r}")
-        return cls(name)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LocalConfig:
     """A cluster in one process. Sizes of pools and batches are those of each node.
+
+    `prefill_scheduler` and `decode_scheduler` take the place of `scheduler` on the nodes of their
+    kind; unified nodes are decode nodes here.
 
     Raises:
         ConfigError: a value is out of its range, or two of them cannot go together.
@@ -43,37 +41,43 @@ class LocalConfig:
     block_size: int = 16  # tokens
     kv_memory_bytes: int = GIB
     num_blocks: int | None = None  # usable ones; None: as many as fit into kv_memory_bytes
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
     max_model_len: int | None = None  # None: the model's, but at most DEFAULT_MAX_MODEL_LEN
     enable_prefix_caching: bool = True
-    scheduling_policy: Policy = "fcfs"
-    scheduler_reserve_full_isl: bool = True
-    long_prefill_token_threshold: int = 0
-    max_parked_blocks: int | None = None  # of a decode node; None: half of its pool
+    scheduler: SchedulerKnobs = field(default_factory=SchedulerKnobs)
+    prefill_scheduler: SchedulerKnobs | None = None
+    decode_scheduler: SchedulerKnobs | None = None
     checksums: bool = True
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    record_schedules: Path | None = None  # a directory, for what each node's scheduler decides
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
+        for name in ("num_prefill", "num_decode", "block_size", "kv_memory_bytes"):
             if getattr(self, name) < 1:
-                raise ConfigError(_flag(name), f"must be at least 1, not {getattr(self, name)}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                "max-num-batched-tokens",
-                f"must be at least max-num-seqs ({self.max_num_seqs}), "
-                f"not {self.max_num_batched_tokens}",
-            )
+                raise ConfigError(name, f"must be at least 1, not {getattr(self, name)}")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigError("num_blocks", f"must be at least 1, not {self.num_blocks}")
         if self.block_size % HASH_BLOCK_SIZE:
             raise ConfigError(
-                "block-size", f"must be a multiple of {HASH_BLOCK_SIZE}, not {self.block_size}"
+                "block_size", f"must be a multiple of {HASH_BLOCK_SIZE}, not {self.block_size}"
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(
-                "max-model-len",
+                "max_model_len",
                 f"must be at least 2, a prompt token and one more, not {self.max_model_len}",
             )
+        for name in ("scheduler", "prefill_scheduler", "decode_scheduler"):
+            knobs = getattr(self, name)
+            if knobs is not None:
+                with errors_of(name):
+                    _check_capabilities(knobs)
+
+    @property
+    def num_nodes(self) -> dict[Role, int]:
+        """The number of nodes of each role that there are."""
+        if self.topology is Topology.UNIFIED:
+            return {Role.UNIFIED: self.num_decode}
+        return {Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode}
 
     def model_len(self, model: ModelConfig) -> int:
         """Tokens of a prompt and its output. Raises ConfigError: the model was made for fewer."""
@@ -81,24 +85,29 @@ class LocalConfig:
             return min(model.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
         if self.max_model_len > model.max_position_embeddings:
             raise ConfigError(
-                "max-model-len",
+                "max_model_len",
                 f"must be at most {model.max_position_embeddings}, for which the model was made, "
                 f"not {self.max_model_len}",
             )
         return self.max_model_len
 
-    def scheduler(self, model: ModelConfig, num_blocks: int) -> SchedulerConfig:
-        """The settings of a node with `num_blocks` usable blocks."""
-        parked = num_blocks // 2 if self.max_parked_blocks is None else self.max_parked_blocks
-        return SchedulerConfig(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.model_len(model),
-            policy=self.scheduling_policy,
-            scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
-            long_prefill_token_threshold=self.long_prefill_token_threshold,
-            max_parked_blocks=max(1, parked),
-        )
+    def scheduler_config(self, role: Role, model: ModelConfig, num_blocks: int) -> SchedulerConfig:
+        """The settings of a node with `num_blocks` usable blocks.
+
+        Raises:
+            ConfigError: a knob does not go with the longest request of this model.
+        """
+        name = "prefill_scheduler" if role is Role.PREFILL else "decode_scheduler"
+        if getattr(self, name) is None:
+            name = "scheduler"
+        knobs: SchedulerKnobs = getattr(self, name)
+        parked = num_blocks // 2 if knobs.max_parked_blocks is None else knobs.max_parked_blocks
+        with errors_of(name):
+            return SchedulerConfig.of(
+                knobs,
+                max_model_len=self.model_len(model),
+                max_parked_blocks=max(1, parked),
+            )
 
     def kv_cache(self, model: ModelConfig) -> KVCacheConfig:
         """The pool of each node.
@@ -111,10 +120,10 @@ class LocalConfig:
         needed = -(-self.model_len(model) // self.block_size)
         if self.num_blocks is None and usable < needed:
             raise ConfigError(
-                "kv-memory",
+                "kv_memory_bytes",
                 f"{_mib(self.kv_memory_bytes)} hold {max(0, usable) * self.block_size} tokens, but "
-                f"one request of max-model-len ({self.model_len(model)}) tokens needs "
-                f"{_mib((needed + 1) * one.bytes_per_block)}; raise it, or lower --max-model-len",
+                f"one request of max_model_len ({self.model_len(model)}) tokens needs "
+                f"{_mib((needed + 1) * one.bytes_per_block)}; raise it, or lower max_model_len",
             )
         return KVCacheConfig.for_model(model, num_blocks=usable + 1, block_size=self.block_size)
 
@@ -133,15 +142,23 @@ class ServeConfig:
             raise ConfigError("port", f"must be from 0 to 65535, not {self.port}")
 
 
-_AT_LEAST_ONE = (
-    *("num_prefill", "num_decode", "block_size", "kv_memory_bytes"),
-    *("max_num_seqs", "max_num_batched_tokens"),
-)
-_FLAGS = {"num_prefill": "prefill", "num_decode": "decode", "kv_memory_bytes": "kv-memory"}
+def _check_capabilities(knobs: SchedulerKnobs) -> None:
+    """The scheduler can do more than the engine."""
+    if knobs.max_loras is not None:
+        raise ConfigError("max_loras", "this engine serves no adapters yet; leave it unset")
+    if knobs.spec_method is not None:
+        raise ConfigError("spec_method", "this engine knows no draft tokens yet; leave it unset")
 
 
-def _flag(name: str) -> str:
-    return _FLAGS.get(name, name.replace("_", "-"))
+@contextlib.contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """What is wrong with the knobs of one kind of node says so; those of all need not."""
+    try:
+        yield
+    except ConfigError as error:
+        if name == "scheduler":
+            raise
+        raise ConfigError(f"{name}.{error.field}", error.problem) from error
 
 
 def _mib(num_bytes: int) -> str:

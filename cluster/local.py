@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.config import LocalConfig, Topology
+from cluster.config import LocalConfig
 from decode_node import LocalDecodeNode
 from directory import Directory, MemoryDirectory
-from engine import Engine, EngineHost, KVCacheConfig, StepRunner
+from engine import Engine, EngineHost, KVCacheConfig, PipelinedEngine, StepRunner
 from engine.weights import ModelFiles
 from kv_transfer import (
     BlockLayout,
@@ -25,9 +25,11 @@ from kv_transfer import (
     Transport,
 )
 from prefill_node import LocalPrefillNode
-from protocol import BlockEventBatch, NodeInfo, NodeStatus, Role
+from protocol import BlockEventBatch, ConfigError, NodeInfo, NodeStatus, Role
 from router import Dispatcher
-from scheduler import CacheConfig, Scheduler
+from scheduler import CacheConfig, Scheduler, SchedulerConfig
+from scheduler.record import open_recording
+from scheduler.recording import RecordingScheduler
 
 NODE_TTL_S = 30.0  # a step may take a second; a node silent for so long is not well
 
@@ -81,14 +83,10 @@ class LocalCluster:
         self._listener = _DirectoryListener(self._directory)
         self.prefill_nodes: list[LocalPrefillNode] = []
         self.decode_nodes: list[LocalDecodeNode] = []
-        if config.topology is Topology.DISAGGREGATED:
-            for number in range(config.num_prefill):
-                parts = self._make_parts(f"prefill-{number}", Role.PREFILL)
-                self.prefill_nodes.append(LocalPrefillNode(*parts))
-        role = Role.DECODE if self.prefill_nodes else Role.UNIFIED
-        for number in range(config.num_decode):
-            parts = self._make_parts(f"{role}-{number}", role)
-            self.decode_nodes.append(LocalDecodeNode(*parts, config.decode))
+        self._recordings: list[RecordingScheduler] = []
+        for role, num_nodes in config.num_nodes.items():
+            for number in range(num_nodes):
+                self._add_node(role, number)
         self.dispatcher = Dispatcher(
             self._directory,
             files.fingerprint,
@@ -115,6 +113,15 @@ class LocalCluster:
         for node in self.nodes:
             node.stop()
             self._directory.deregister(node.info.node_id, generation=node.info.generation)
+        for recording in self._recordings:
+            recording.close()
+
+    def _add_node(self, role: Role, number: int) -> None:
+        parts = self._make_parts(f"{role}-{number}", role)
+        if role is Role.PREFILL:
+            self.prefill_nodes.append(LocalPrefillNode(*parts))
+        else:
+            self.decode_nodes.append(LocalDecodeNode(*parts, self.config.decode))
 
     def _make_parts(self, node_id: str, role: Role) -> tuple[EngineHost, HandoffConnector]:
         compute = self._make_compute()
@@ -125,9 +132,14 @@ class LocalCluster:
             block_size=compute.kv_cache.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
-        settings = self.config.scheduler(self.files.config, cache.num_usable_blocks)
-        scheduler = Scheduler(settings, cache, connector)
-        engine = Engine(scheduler, compute.runner, connector)
+        settings = self.config.scheduler_config(role, self.files.config, cache.num_usable_blocks)
+        scheduler = self._make_scheduler(node_id, settings, cache, connector)
+        engine: Engine
+        if settings.async_scheduling:
+            name = f"engine-{node_id}"
+            engine = PipelinedEngine(scheduler, compute.runner, connector, name=name)
+        else:
+            engine = Engine(scheduler, compute.runner, connector)
         info = self._make_info(node_id, role, transport.endpoint, scheduler)
         host = EngineHost(info, engine, self._listener)
         pool = BlockPoolMemory(
@@ -138,6 +150,24 @@ class LocalCluster:
         )
         connector.register_kv_caches(pool, host.wake)
         return host, connector
+
+    def _make_scheduler(
+        self,
+        node_id: str,
+        settings: SchedulerConfig,
+        cache: CacheConfig,
+        connector: HandoffConnector,
+    ) -> Scheduler:
+        directory = self.config.record_schedules
+        if directory is None:
+            return Scheduler(settings, cache, connector)
+        try:
+            stream = open_recording(directory / f"{node_id}.json")
+        except OSError as error:
+            raise ConfigError("record_schedules", f"cannot be written: {error}") from error
+        recording = RecordingScheduler(settings, cache, connector, stream=stream, name=node_id)
+        self._recordings.append(recording)
+        return recording
 
     def _make_info(self, node_id: str, role: Role, endpoint: str, scheduler: Scheduler) -> NodeInfo:
         return NodeInfo(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from cluster.config import GIB, LocalConfig, ServeConfig, Topology
+from cluster.config import GIB, LocalConfig, ServeConfig
 from cluster.local import LocalCluster, RunnerFactory
 from engine import KVCacheConfig
 from engine.weights import ModelFiles
@@ -149,18 +149,18 @@ def make_cluster(files: ModelFiles, config: LocalConfig) -> LocalCluster:
     """
     # What is wrong with the settings is told before torch loads.
     pool = config.kv_cache(files.config)
-    config.scheduler(files.config, pool.num_blocks - 1)
+    for role in config.num_nodes:
+        config.scheduler_config(role, files.config, pool.num_blocks - 1)
     _check_memory(config, pool)
     return LocalCluster(config, files, _compute(files, config))
 
 
 def _check_memory(config: LocalConfig, pool: KVCacheConfig) -> None:
-    num_prefill = config.num_prefill if config.topology is Topology.DISAGGREGATED else 0
-    num_nodes = num_prefill + config.num_decode
+    num_nodes = sum(config.num_nodes.values())
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if pool.device == "cpu" and num_nodes * pool.num_bytes > memory_bytes:
         raise ConfigError(
-            "kv-memory",
+            "kv_memory_bytes",
             f"{num_nodes} x {pool.num_bytes / GIB:.1f} GiB, one for each node, are more than the "
             f"{memory_bytes / GIB:.1f} GiB of this machine",
         )

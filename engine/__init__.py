@@ -10,6 +10,7 @@ from engine.host import EngineHost, Listener, RolePolicy
 from engine.kv_cache_config import NULL_BLOCK_ID, KVCacheConfig, blocks_within
 from engine.local_node import LocalNode
 from engine.loop import Engine, StepResult, StepRunner
+from engine.pipelined import PipelinedEngine
 
 __all__ = [
     "NULL_BLOCK_ID",
@@ -20,6 +21,7 @@ __all__ = [
     "KVCacheConfig",
     "Listener",
     "LocalNode",
+    "PipelinedEngine",
     "RolePolicy",
     "StepResult",
     "StepRunner",

@@ -109,7 +109,7 @@ class EngineHost:
         self._max_jobs = max_jobs
         self._commands: deque[Callable[[], None]] = deque()
         self._pending: dict[str, int] = {}  # jobs taken and not yet accepted, with their tokens
-        self._activity = threading.Event()
+        self._activity = engine.activity
         self._deltas: dict[str, list[Delta]] = {}
         self._streams: dict[str, OutputStream] = {}
         self._streams_lock = threading.Lock()
@@ -125,7 +125,7 @@ class EngineHost:
 
     def start(self, role: RolePolicy) -> None:
         self._role = role
-        self._status = self._make_status()
+        self._publish()  # so that whoever looks finds a status from the start
         self._thread.start()
 
     def ask_stop(self) -> None:
@@ -303,7 +303,7 @@ class EngineHost:
         while self._commands:
             self._commands.popleft()()
         self._role.act()
-        result = self._timed_step()
+        result = self._step()
         for update in result.updates:
             active = self.jobs.get(update.request.request_id)
             if active is not None:
@@ -313,11 +313,9 @@ class EngineHost:
         self._tell_drained()
         return result.progressed or bool(self._commands) or self._role.must_act()
 
-    def _timed_step(self) -> StepResult:
-        stats = self.engine.scheduler.stats
-        prompt_computed, began = stats.prompt_computed, time.perf_counter()
+    def _step(self) -> StepResult:
         result = self.engine.step(self._note_started)
-        self._rate.add(stats.prompt_computed - prompt_computed, time.perf_counter() - began)
+        self._rate.add(result.scheduled.num_prompt_tokens, result.execute_s)
         return result
 
     def _note_started(self, scheduled: SchedulerOutput) -> None:
@@ -374,6 +372,7 @@ class EngineHost:
         for stream in streams:
             stream.close()
         self._end_drains()
+        self.engine.close()
         # The scheduler may have been in the middle of something: what it said last has to do.
         self._status = msgspec.structs.replace(self._status, healthy=False)
         if self.engine.connector is not None:

@@ -1,7 +1,9 @@
-"""The engine: schedule → run → update, one step at a time. It knows no torch and no threads."""
+"""The engine: schedule → run → update, one step at a time. It knows no torch."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,12 +12,28 @@ from kv_transfer import KVConnector
 from protocol import KVConnectorOutput
 from scheduler import ModelRunnerOutput, RequestUpdate, Scheduler, SchedulerOutput
 
+OnScheduled = Callable[[SchedulerOutput], None]
+
 
 class StepRunner(Protocol):
     """What computes a step: a model, or something that takes its time without one."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute the scheduled tokens, and sample after those that are the last of a request."""
+        """Compute the scheduled tokens, and sample after those that are the last of a request.
+
+        Steps come in the order in which they were planned. With asynchronous scheduling a token to
+        compute may be the one that was sampled by the step before, which the scheduler did not
+        know yet: the runner appends what it samples to its own copy of the request.
+        """
+
+
+@dataclass(frozen=True)
+class ComputedStep:
+    """What came out of a step."""
+
+    scheduled: SchedulerOutput
+    output: ModelRunnerOutput
+    execute_s: float
 
 
 @dataclass(frozen=True)
@@ -25,16 +43,23 @@ class StepResult:
     scheduled: SchedulerOutput
     updates: Sequence[RequestUpdate]
     transfers: KVConnectorOutput
+    execute_s: float = 0.0
+    in_flight: bool = False  # a step with tokens was planned since, and runs
 
     @property
     def progressed(self) -> bool:
         """Whether another step might find something to do at once."""
         scheduled = self.scheduled
-        return bool(scheduled.num_scheduled_tokens or self.updates or self.transfers)
+        return bool(
+            scheduled.num_scheduled_tokens or self.updates or self.transfers or self.in_flight
+        )
 
 
 class Engine:
-    """A scheduler, a runner and, if KV moves, a connector."""
+    """A scheduler, a runner and, if KV moves, a connector.
+
+    `activity` is to be set by whoever wants the engine's thread to look at something.
+    """
 
     def __init__(
         self, scheduler: Scheduler, runner: StepRunner, connector: KVConnector | None = None
@@ -42,18 +67,33 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.connector = connector
+        self.activity = threading.Event()
 
-    def step(self, on_scheduled: Callable[[SchedulerOutput], None] | None = None) -> StepResult:
+    def step(self, on_scheduled: OnScheduled | None = None) -> StepResult:
         """Bytes of earlier steps travel while this one is computed."""
         scheduled = self.scheduler.schedule()
+        self._begin(scheduled, on_scheduled)
+        return self._finish(self._compute(scheduled))
+
+    def close(self) -> None:
+        """Returns when nothing is computed any more."""
+
+    def _begin(self, scheduled: SchedulerOutput, on_scheduled: OnScheduled | None) -> None:
+        """All earlier steps have been computed: transfers may rely on it from here on."""
         if self.connector is not None:
             self.connector.start_load_kv(scheduled.kv_connector_metadata)
         if on_scheduled is not None:
             on_scheduled(scheduled)
+
+    def _compute(self, scheduled: SchedulerOutput) -> ComputedStep:
+        began = time.perf_counter()
         output = self.runner.execute(scheduled)
-        transfers = KVConnectorOutput()
+        return ComputedStep(scheduled, output, time.perf_counter() - began)
+
+    def _finish(self, step: ComputedStep, *, in_flight: bool = False) -> StepResult:
+        output, transfers = step.output, KVConnectorOutput()
         if self.connector is not None:
             transfers = self.connector.get_finished()
             output = ModelRunnerOutput(output.sampled_token_ids, transfers)
-        updates = self.scheduler.update_from_output(scheduled, output)
-        return StepResult(scheduled, updates, transfers)
+        updates = self.scheduler.update_from_output(step.scheduled, output)
+        return StepResult(step.scheduled, updates, transfers, step.execute_s, in_flight)

@@ -19,7 +19,14 @@ class KVConnector(SchedulerConnector, Protocol):
         """This pool is read from and written to from now on."""
 
     def start_load_kv(self, meta: object) -> None:
-        """Carry out the orders of a step, without waiting, before the step is computed."""
+        """Carry out the orders of a step, without waiting, before the step is computed.
+
+        All earlier steps have been computed. Only from here on may a peer write to blocks that were
+        reserved while this step was planned: until then an earlier step may have written to them.
+        """
+
+    def poll(self) -> None:
+        """Move on whatever can move on, without waiting. Also called while a step is computed."""
 
     def get_finished(self) -> KVConnectorOutput:
         """The loads and sends that have ended since the last call."""

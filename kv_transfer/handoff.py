@@ -117,6 +117,7 @@ class HandoffConnector:
         self._early: dict[HandoffTicket, tuple[PrefillStarted, float]] = {}
         self._recving: dict[str, tuple[int, ...]] = {}
         self._sent: list[str] = []
+        self._reserved: list[HandoffSink] = []  # with the step that is being planned
         self._counts = _Counts()
         self._layouts_checked: set[str] = set()
 
@@ -191,11 +192,20 @@ class HandoffConnector:
         block_size = self._pool.layout.block_size
         first_block = (request.num_tokens - num_external_tokens) // block_size
         sink.reserve(first_block, block_ids[first_block:])
-        self._transport.open(sink.ticket, sink.block_ids)
-        self._tell(EventKind.RESERVED, sink.request_id)
-        if sink.started:  # else P may not even have the job, and is told when it starts
-            self._renew(sink)
-            self._send_destination(sink)
+        self._reserved.append(sink)
+
+    def _open_reserved(self) -> None:
+        """From now on P may write: what was computed before in those blocks has been computed."""
+        reserved, self._reserved = self._reserved, []
+        for sink in reserved:
+            if sink.state.ended:
+                continue  # P gave up meanwhile
+            self._transport.open(sink.ticket, sink.block_ids)
+            sink.opened = True
+            self._tell(EventKind.RESERVED, sink.request_id)
+            if sink.started:  # else P may not even have the job, and is told when it starts
+                self._renew(sink)
+                self._send_destination(sink)
 
     def _send_destination(self, sink: HandoffSink) -> None:
         endpoint = self._transport.endpoint
@@ -228,9 +238,13 @@ class HandoffConnector:
         handed_off = reason is FinishReason.LENGTH or source.first_tokens is not None
         if handed_off and reason in (FinishReason.LENGTH, FinishReason.STOP):
             # The token that was sampled last is not computed, and is not part of the KV.
-            num_computed = request.num_tokens - 1
-            source.complete(tuple(block_ids), num_computed, request.output_token_ids[-1:])
+            source.note_tokens(request.output_token_ids[-1:])
+            if not block_ids:  # preempted while the step ran that sampled the token
+                self._ask_again(source)
+                return False
+            source.complete(tuple(block_ids), request.num_tokens - 1)
             self._expect_push(source)
+            self._advance(source)  # the next step, which may run already, does not touch them
         elif reason is FinishReason.STOP:
             source.end(Reason.ENDED_BY_FIRST_TOKEN)
         else:
@@ -257,13 +271,17 @@ class HandoffConnector:
 
     def start_load_kv(self, meta: object) -> None:
         assert isinstance(meta, HandoffMeta)
+        # Hand-offs may have ended since the step was planned.
         for request_id in meta.preempted:
-            self.sources[request_id].lose_blocks()
+            if request_id in self.sources:
+                self.sources[request_id].lose_blocks()
         for progress in meta.progress:
-            source = self.sources[progress.request_id]
-            source.progress(progress.table, progress.num_computed_tokens)
-            self._announce(source)
-            self._advance(source)
+            source = self.sources.get(progress.request_id)
+            if source is not None:
+                source.progress(progress.table, progress.num_computed_tokens)
+                self._announce(source)
+                self._advance(source)
+        self._open_reserved()
         self._flush()
 
     def get_finished(self) -> KVConnectorOutput:
@@ -426,7 +444,7 @@ class HandoffConnector:
             sink.started = True
             self._renew(sink)
             self._tell(EventKind.STARTED, sink.request_id)
-            if sink.state is HandoffState.READY:
+            if sink.opened:
                 self._send_destination(sink)
         elif len(self._early) < self.config.max_early:
             deadline = self._clock() + self.config.transfer_timeout_s
@@ -448,7 +466,14 @@ class HandoffConnector:
         source.reserve(message)
         self._expect_push(source)
         if source.first_tokens is not None and not source.pinned:
+            self._ask_again(source)
+
+    def _ask_again(self, source: HandoffSource) -> None:
+        """The blocks of a request that has its token are lost: once D has room, compute them."""
+        if source.destination is not None:
             self._tell(EventKind.RECOMPUTE, source.request_id)
+        else:
+            self._expect_push(source)
 
     def _on_cancel(self, message: Cancel) -> None:
         source = self.sources.get(str(message.ticket))

@@ -30,6 +30,7 @@ class HandoffSink:
     tokens: tuple[int, ...] = ()  # came with the commit
     deadline: float = 0.0
     released: bool = False  # the request has ended here; only its blocks remain
+    opened: bool = False  # P may write
     started: bool = False  # P has started: it lives, and gives signs of it
     fenced: bool = False
 

@@ -95,13 +95,16 @@ class HandoffSource:
         self.table = table
         self.num_ready = 0 if starts else num_computed_tokens // self.block_size
 
-    def complete(self, table: Sequence[int], num_tokens: int, tokens: Sequence[int]) -> None:
-        """All `num_tokens` tokens are computed, and `tokens` were sampled after them."""
+    def note_tokens(self, tokens: Sequence[int]) -> None:
+        """These were sampled after the prompt. What a second run samples is the same."""
+        if self.first_tokens is None:
+            self.first_tokens = tuple(tokens)
+
+    def complete(self, table: Sequence[int], num_tokens: int) -> None:
+        """All `num_tokens` tokens are computed."""
         self.table = table
         self.num_ready = -(-num_tokens // self.block_size)  # the partial block travels too
         self.pinned = True
-        if self.first_tokens is None:
-            self.first_tokens = tuple(tokens)
 
     def lose_blocks(self) -> None:
         """The blocks belong to somebody else from now on."""

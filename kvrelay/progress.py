@@ -7,8 +7,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from cluster.sizes import format_size
 from engine.weights import Stage
-from kvrelay.sizes import format_size
 
 _TITLES = {
     Stage.WAIT: "waiting for another process that prepares the model",

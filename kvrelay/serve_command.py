@@ -11,10 +11,10 @@ from rich.table import Table
 
 from cluster import LocalCluster, LocalConfig, ServeConfig
 from cluster.server import bind, make_cluster, serve, served_model
+from cluster.sizes import format_size
 from engine.weights import ModelFiles, ModelStore
 from gateway import GatewayConfig
 from kvrelay.progress import ProgressBars
-from kvrelay.sizes import format_size
 from kvrelay.stop_signals import ignore_stop_signals
 
 

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 from cluster import LocalCluster, LocalConfig, Topology
 from cluster.local import TransportFactory
@@ -17,7 +18,7 @@ from engine import EngineHost
 from kv_transfer import HandoffConfig
 from protocol import GenerationRequest, SamplingParams, TokenStream
 from router import RouterConfig
-from scheduler import Policy
+from scheduler import Policy, SchedulerKnobs
 from tests.hash_model import HashComputeFactory, hash_files
 
 _REST_S = 20.0
@@ -41,6 +42,8 @@ class HashCluster:
         policy: Policy = "fcfs",
         reserve_full_isl: bool = True,
         long_prefill_token_threshold: int = 0,
+        async_scheduling: bool = True,
+        record_schedules: Path | None = None,
         handoff: HandoffConfig | None = None,
         make_transport: TransportFactory | None = None,
         router: RouterConfig | None = None,
@@ -50,15 +53,19 @@ class HashCluster:
             topology=Topology.UNIFIED if unified else Topology.DISAGGREGATED,
             num_prefill=prefill,
             num_decode=decode,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             enable_prefix_caching=prefix_caching,
-            scheduling_policy=policy,
-            scheduler_reserve_full_isl=reserve_full_isl,
-            long_prefill_token_threshold=long_prefill_token_threshold,
+            scheduler=SchedulerKnobs(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                policy=policy,
+                scheduler_reserve_full_isl=reserve_full_isl,
+                long_prefill_token_threshold=long_prefill_token_threshold,
+                async_scheduling=async_scheduling,
+            ),
             router=router or RouterConfig(default_prefill_tokens_per_s=1e5),
+            record_schedules=record_schedules,
         )
         self.local = LocalCluster(
             config, hash_files(), self.compute, handoff=handoff, make_transport=make_transport

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from cluster import LocalConfig, Topology
+from scheduler import SchedulerKnobs
 
 MAX_MODEL_LEN = 1600  # the longest prompt and its output
 TINY_POOL = 98  # blocks; the longest request takes 97 of them
@@ -47,12 +48,14 @@ class Combination:
             num_prefill=nodes,
             num_decode=nodes,
             num_blocks=TINY_POOL if self.tiny_pool else ROOMY_POOL,
-            # No headroom is kept for running requests: they have to make room for each other.
-            max_parked_blocks=TINY_POOL if self.tiny_pool else None,
-            max_num_seqs=16,
-            max_num_batched_tokens=48 if self.tiny_steps else 512,
             max_model_len=MAX_MODEL_LEN,
             enable_prefix_caching=self.prefix_caching,
+            scheduler=SchedulerKnobs(
+                max_num_seqs=16,
+                max_num_batched_tokens=48 if self.tiny_steps else 512,
+                # No headroom is kept for running requests: they have to make room for each other.
+                max_parked_blocks=TINY_POOL if self.tiny_pool else None,
+            ),
         )
 
 

@@ -58,7 +58,7 @@ def test_bytes_travel_while_the_step_is_computed() -> None:
         "update_from_output",
     ]
     assert recorder.updated_with == ModelRunnerOutput({"r": [7]}, recorder.transfers)
-    assert result == StepResult(recorder.step, [], recorder.transfers)
+    assert result == StepResult(recorder.step, [], recorder.transfers, result.execute_s)
 
 
 def test_without_a_connector() -> None:

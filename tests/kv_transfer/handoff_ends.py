@@ -239,6 +239,7 @@ class Decode(End):
         assert found == (request.num_prompt_tokens - num_cached, True)
         request.table = tuple(table)
         self.connector.update_state_after_alloc(request, table, found[0] or 0)
+        self.connector.start_load_kv(self.connector.build_connector_meta(FakeStep([])))
         self.poll()
 
     def end(self, request: FakeRequest, reason: FinishReason = FinishReason.ABORT) -> None:

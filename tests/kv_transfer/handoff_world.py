@@ -7,6 +7,7 @@ threads, clock and transport are replaced, so any order of events can be played,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 
 from decode_node import DecodeConfig, LocalDecodeNode
 from decode_node.config import Reserve
-from engine import Engine, EngineHost, KVCacheConfig
+from engine import Engine, EngineHost, KVCacheConfig, PipelinedEngine
+from engine.loop import ComputedStep
 from engine.outputs import OutputStream
 from kv_transfer import (
     BlockLayout,
@@ -213,10 +215,49 @@ class PlayedRunner(HashRunner):
         return super().execute(step)
 
 
+class LateFuture(Future[ComputedStep]):
+    """Computed when somebody asks for the result."""
+
+    def __init__(self, compute: Callable[[], ComputedStep]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def result(self, timeout: float | None = None) -> ComputedStep:
+        if not self.done():
+            self.set_result(self._compute())
+        return super().result(timeout)
+
+
+class LateExecutor(Executor):
+    """Leaves a step in flight until its results are needed."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return LateFuture(lambda: fn(*args, **kwargs))
+
+
+class PlayedPipeline(PipelinedEngine):
+    """A step in flight is computed by the next round, while messages come."""
+
+    def _wait(self, step: Any) -> ComputedStep:
+        assert self.connector is not None
+        self.connector.poll()
+        computed: ComputedStep = step.future.result()
+        self.connector.poll()
+        return computed
+
+
 class PlayedNode:
     """A node whose rounds are run by hand."""
 
-    def __init__(self, network: Network, name: str, role: Role, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        role: Role,
+        clock: Callable[[], float],
+        *,
+        pipelined: bool,
+    ) -> None:
         kv_cache = KVCacheConfig(
             num_blocks=NUM_BLOCKS + 1, block_size=16, num_layers=1, num_kv_heads=1, head_dim=1
         )
@@ -248,7 +289,11 @@ class PlayedNode:
             max_num_seqs=6,
             max_num_batched_tokens=24,
         )
-        engine = Engine(self.scheduler, self.runner, self.connector)
+        engine = (
+            PlayedPipeline(self.scheduler, self.runner, self.connector, executor=LateExecutor())
+            if pipelined
+            else Engine(self.scheduler, self.runner, self.connector)
+        )
         self.host = EngineHost(info, engine, clock=clock)
         layout = BlockLayout(
             fingerprint="hash",
@@ -313,11 +358,19 @@ class PlayedNode:
 class World:
     """P, D, the network between them, and what was asked of them."""
 
-    def __init__(self, *, exact_fences: bool = True, reserve: Reserve = "on_start") -> None:
+    def __init__(
+        self,
+        *,
+        exact_fences: bool = True,
+        reserve: Reserve = "on_start",
+        pipelined: bool = False,
+    ) -> None:
         self.now = 1000.0
         self.network = Network(exact_fences=exact_fences)
-        self.p = PlayedNode(self.network, "p", Role.PREFILL, lambda: self.now)
-        self.d = PlayedNode(self.network, "d", Role.DECODE, lambda: self.now)
+        self.p, self.d = (
+            PlayedNode(self.network, name, role, lambda: self.now, pipelined=pipelined)
+            for name, role in (("p", Role.PREFILL), ("d", Role.DECODE))
+        )
         self._prefill = LocalPrefillNode(self.p.host, self.p.connector)
         self._decode = LocalDecodeNode(self.d.host, self.d.connector, DecodeConfig(reserve=reserve))
         self.p.play(self._prefill)

@@ -23,10 +23,11 @@ class HandoffLife(RuleBasedStateMachine):
     """What may happen on any network. Messages keep their order, and none gets lost."""
 
     exact_fences = True
+    pipelined = False  # plan a step while the one before is computed
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(exact_fences=self.exact_fences)
+        self.world = World(exact_fences=self.exact_fences, pipelined=self.pipelined)
         self.for_p: list[GenerationRequest] = []
         self.for_d: list[GenerationRequest] = []
 
@@ -174,3 +175,23 @@ TestHandoffLifeWithoutFences = HandoffLifeWithoutFences.TestCase
 TestHandoffLifeWithoutFences.settings = _SETTINGS
 TestHandoffLifeOnABadNetwork = HandoffLifeOnABadNetwork.TestCase
 TestHandoffLifeOnABadNetwork.settings = _SETTINGS
+
+
+class PipelinedLife(HandoffLife):
+    pipelined = True
+
+
+class PipelinedLifeWithoutFences(HandoffLifeWithoutFences):
+    pipelined = True
+
+
+class PipelinedLifeOnABadNetwork(HandoffLifeOnABadNetwork):
+    pipelined = True
+
+
+TestPipelinedLife = PipelinedLife.TestCase
+TestPipelinedLife.settings = _SETTINGS
+TestPipelinedLifeWithoutFences = PipelinedLifeWithoutFences.TestCase
+TestPipelinedLifeWithoutFences.settings = _SETTINGS
+TestPipelinedLifeOnABadNetwork = PipelinedLifeOnABadNetwork.TestCase
+TestPipelinedLifeOnABadNetwork.settings = _SETTINGS

@@ -13,6 +13,7 @@ from tests.kvrelay.command import Ended, Kvrelay
 
 # Values that each option refuses, for a model of at most 2048 tokens.
 WRONG: dict[str, tuple[str, ...]] = {
+    "--config": ("", "/nowhere.yaml", "/dev/null/a.yaml", "/"),
     "--topology": ("", "mixed", "UNIFIED"),
     "--prefill": ("0", "-1", "two", "1.5", ""),
     "--decode": ("0", "-1", "two"),
@@ -22,14 +23,32 @@ WRONG: dict[str, tuple[str, ...]] = {
     "--kv-memory": ("", "0", "1", "1MiB", "-1GiB", "lots", "900TiB", "9" * 400),
     "--max-num-seqs": ("0", "-1", "many", "1e3"),
     "--max-num-batched-tokens": ("0", "-1", "63", "many"),
+    "--max-num-scheduled-tokens": ("0", "-1", "513", "many"),
+    "--long-prefill-token-threshold": ("-1", "2049", "long", ""),
+    "--max-num-partial-prefills": ("0", "-1", "many"),
+    "--max-long-partial-prefills": ("0", "-1", "many"),
+    "--scheduling-policy": ("", "lifo", "FCFS"),
+    "--max-parked-blocks": ("0", "-1", "half"),
+    "--kv-load-failure-policy": ("", "retry"),
+    "--max-loras": ("0", "-1", "some", "1"),  # the engine has no adapters
+    "--spec-method": ("", "medusa"),
+    "--num-speculative-tokens": ("-1", "1", "few"),  # without a method there are none
     "--max-model-len": ("0", "1", "-1", "2049", "long"),
     "--policy": ("", "random", "KV_AWARE"),
     "--api-key": ("",),
     "--cache-dir": ("/dev/null",),
+    "--record-schedules": ("/dev/null",),
     "--log-level": ("", "loud", "10"),
 }
+FLAGS = (
+    "async-scheduling",
+    "enable-chunked-prefill",
+    "prefix-caching",
+    "scheduler-reserve-full-isl",
+    "waiting-preempts-running",
+)
 # Flags and what only asks.
-WITHOUT_VALUE = {"--prefix-caching", "--no-prefix-caching", "--help"}
+WITHOUT_VALUE = {f"--{prefix}{flag}" for flag in FLAGS for prefix in ("", "no-")} | {"--help"}
 
 
 def test_version(kvrelay: Kvrelay) -> None:
@@ -64,6 +83,25 @@ class TestServe:
 
     def test_every_option_is_tried(self) -> None:
         assert set(WRONG) | WITHOUT_VALUE == _options("serve") | {"--help"}
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (("--waiting-preempts-running",), ("--waiting-preempts-running", "priority")),
+            (("--max-num-seqs", "513"), ("--max-num-batched-tokens", "max_num_seqs (513)")),
+            (("--no-enable-chunked-prefill",), ("--max-num-batched-tokens", "chunked prefill")),
+            (("--max-long-partial-prefills=2", "--max-num-partial-prefills=1"),
+             ("--max-long-partial-prefills", "max_num_partial_prefills (1)")),
+            (("--spec-method=ngram", "--num-speculative-tokens=2", "--no-async-scheduling"),
+             ("--spec-method", "no draft tokens yet")),
+            (("--topology=unified", "--prefill=1"), ("--prefill", "a unified cluster has none")),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_values_that_cannot_go_together(
+        self, kvrelay: Kvrelay, tiny_model: Path, options: tuple[str, ...], words: tuple[str, ...]
+    ) -> None:
+        kvrelay("serve", tiny_model, "--port", "0", *options).check_refused(*words)
 
     def test_an_unknown_option(self, kvrelay: Kvrelay) -> None:
         ended = kvrelay("serve", "--prefil", "2")

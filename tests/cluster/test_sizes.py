@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.sizes import format_size, parse_size
+from cluster.sizes import format_size, parse_size
 from protocol import ConfigError
 
 

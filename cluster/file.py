@@ -1,0 +1,196 @@
+"""cluster.yaml: what it may say, and the settings that come of it.
+
+A setting has one name here, that of its place in the file: `max_model_len`, `cache.block_size`,
+`scheduler.max_num_seqs`. Every ConfigError about it uses that name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from cluster.config import LocalConfig, ServeConfig, Topology, errors_of
+from cluster.sizes import parse_size
+from cluster.yaml_problem import describe, dotted
+from decode_node import DecodeConfig
+from decode_node.config import Reserve
+from protocol import ConfigError
+from router import RouterConfig, get_policy
+from scheduler import SchedulerKnobs
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+class _SomeKnobs:
+    """Makes pydantic accept any of the fields of SchedulerKnobs, with their types, and no other."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        types = get_type_hints(SchedulerKnobs)
+        return core_schema.typed_dict_schema(
+            {
+                knob.name: core_schema.typed_dict_field(
+                    handler.generate_schema(types[knob.name]), required=False
+                )
+                for knob in fields(SchedulerKnobs)
+            },
+            extra_behavior="forbid",
+            config=core_schema.CoreConfig(strict=True),
+        )
+
+
+def _as_text(value: object) -> object:
+    """A size may be a mere number of bytes."""
+    return str(value) if type(value) is int else value
+
+
+Knobs = Annotated[dict[str, Any], _SomeKnobs()]
+Size = Annotated[str, BeforeValidator(_as_text)]
+
+
+class _Section(BaseModel):
+    # Strict: of `max_num_seqs: yes` YAML makes True, and of that pydantic would make 1.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class PrefillSection(_Section):
+    count: int = LocalConfig.num_prefill
+    scheduler: Knobs = {}
+
+
+class DecodeSection(_Section):
+    count: int = LocalConfig.num_decode
+    reserve: Reserve = DecodeConfig.reserve
+    scheduler: Knobs = {}
+
+
+class CacheSection(_Section):
+    block_size: int = LocalConfig.block_size
+    kv_memory: Size = "1GiB"
+    num_blocks: int | None = LocalConfig.num_blocks
+    enable_prefix_caching: bool = LocalConfig.enable_prefix_caching
+
+
+class RouterSection(_Section):
+    policy: str = RouterConfig.policy
+
+
+class GatewaySection(_Section):
+    host: str = ServeConfig.host
+    port: int = ServeConfig.port
+
+
+class ClusterFile(_Section):
+    """A deployment. What is not said is as in the settings' own defaults."""
+
+    model: str = DEFAULT_MODEL
+    topology: Annotated[Topology, Field(strict=False)] = LocalConfig.topology
+    prefill: PrefillSection = PrefillSection()
+    decode: DecodeSection = DecodeSection()
+    scheduler: Knobs = {}
+    cache: CacheSection = CacheSection()
+    max_model_len: int | None = LocalConfig.max_model_len
+    router: RouterSection = RouterSection()
+    gateway: GatewaySection = GatewaySection()
+
+    def with_settings(self, given: Mapping[str, object]) -> ClusterFile:
+        """The same but for these, by their names.
+
+        A knob of `scheduler` is then that of all nodes, whatever a role has of its own.
+
+        Raises:
+            ConfigError: one of them is not what may stand in a file.
+        """
+        values = self.model_dump()
+        for name, value in given.items():
+            section, _, key = name.rpartition(".")
+            (values[section] if section else values)[key] = value
+            if section == "scheduler":
+                values["prefill"]["scheduler"].pop(key, None)
+                values["decode"]["scheduler"].pop(key, None)
+        try:
+            return ClusterFile.model_validate(values)
+        except ValidationError as error:
+            place, problem = describe(error.errors()[0], ClusterFile, lambda place: place)
+            raise ConfigError(dotted(place), problem) from error
+
+    def local_config(self) -> LocalConfig:
+        """Raises ConfigError: a value is out of its range, or two cannot go together."""
+        with named_by_place():
+            return LocalConfig(
+                topology=self.topology,
+                num_prefill=self.prefill.count,
+                num_decode=self.decode.count,
+                block_size=self.cache.block_size,
+                kv_memory_bytes=parse_size("kv_memory_bytes", self.cache.kv_memory),
+                num_blocks=self.cache.num_blocks,
+                max_model_len=self.max_model_len,
+                enable_prefix_caching=self.cache.enable_prefix_caching,
+                scheduler=SchedulerKnobs(**self.scheduler),
+                prefill_scheduler=self._knobs_of("prefill_scheduler", self.prefill.scheduler),
+                decode_scheduler=self._knobs_of("decode_scheduler", self.decode.scheduler),
+                decode=DecodeConfig(reserve=self.decode.reserve),
+                router=self._router_config(),
+            )
+
+    def serve_config(self, cache_dir: Path) -> ServeConfig:
+        """Raises ConfigError: the port is none."""
+        with named_by_place():
+            return ServeConfig(
+                host=self.gateway.host,
+                port=self.gateway.port,
+                cache_dir=cache_dir,
+                model=self.model,
+            )
+
+    def _knobs_of(self, name: str, own: dict[str, Any]) -> SchedulerKnobs | None:
+        if not own:
+            return None
+        with errors_of(name):
+            return SchedulerKnobs(**(self.scheduler | own))
+
+    def _router_config(self) -> RouterConfig:
+        try:
+            get_policy(self.router.policy)
+        except ConfigError as error:
+            raise ConfigError("router.policy", error.problem) from error
+        return RouterConfig(policy=self.router.policy)
+
+
+def _places() -> dict[str, str]:
+    """Where in the file a field of the settings is, by the name that it has in a ConfigError."""
+    places = {"num_prefill": "prefill.count", "num_decode": "decode.count"}
+    places |= {"reserve": "decode.reserve", "kv_memory_bytes": "cache.kv_memory"}
+    for section, model in (("cache", CacheSection), ("gateway", GatewaySection)):
+        places |= {key: f"{section}.{key}" for key in model.model_fields}
+    for knob in fields(SchedulerKnobs):
+        places[knob.name] = f"scheduler.{knob.name}"
+        for role in ("prefill", "decode"):
+            places[f"{role}_scheduler.{knob.name}"] = f"{role}.scheduler.{knob.name}"
+    return places
+
+
+_PLACES = _places()
+
+
+@contextlib.contextmanager
+def named_by_place() -> Iterator[None]:
+    """A ConfigError about settings that come of a ClusterFile names their place in it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(_PLACES.get(error.field, error.field), error.problem) from error
