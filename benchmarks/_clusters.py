@@ -1,7 +1,5 @@
 """A disaggregated cluster and a unified one of the real model, to be measured in turns."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -1,7 +1,5 @@
 """How a benchmark tells what it measured: a table, or one JSON object a line with --json."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict, dataclass

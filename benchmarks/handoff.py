@@ -6,14 +6,11 @@ For prompts of 128, 512 and 1,500 tokens: the time to first token of a disaggreg
 a unified one, in turns; and the part of the transfer that computing did not hide, against TTFT.
 """
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 
-from _clusters import both_topologies, submit
-from _result import Result, report
-
+from benchmarks._clusters import both_topologies, submit
+from benchmarks._result import Result, report
 from cluster import LocalCluster
 from protocol import Timeline
 

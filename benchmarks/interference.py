@@ -7,8 +7,6 @@ the first request during that prefill, disaggregated against unified, in turns (
 longest); and what it costs, the time to first token of the long prompt.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import statistics
@@ -16,9 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from _clusters import both_topologies, submit
-from _result import Result, report
-
+from benchmarks._clusters import both_topologies, submit
+from benchmarks._result import Result, report
 from cluster import LocalCluster
 
 LONG_PROMPT = 1500

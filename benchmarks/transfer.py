@@ -6,8 +6,6 @@ Rows: the memory transport with 64 MiB in one run of blocks, with 512 scattered 
 with a single block; each with checksums (the default) and without.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import statistics
@@ -16,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from _result import Result, report
 
+from benchmarks._result import Result, report
 from kv_transfer import BlockLayout, BlockPoolMemory, MemoryHub, MemoryTransport, WriteState
 from protocol import HandoffTicket
 

@@ -70,9 +70,11 @@ class PipelinedEngine(Engine):
         """Whether there is something to compute."""
         self._begin(scheduled, on_scheduled)
         future = self._executor.submit(self._compute, scheduled)
-        future.add_done_callback(lambda _: self.activity.set())
         self._in_flight = _StepInFlight(scheduled, future)
-        return bool(scheduled.num_scheduled_tokens)
+        if not scheduled.num_scheduled_tokens:
+            return False  # nobody waits for it: its end would wake an idle engine in vain
+        future.add_done_callback(lambda _: self.activity.set())
+        return True
 
     def _wait(self, step: _StepInFlight) -> ComputedStep:
         """Serve transfers until the step has been computed, which takes as long as it takes."""

@@ -65,7 +65,7 @@ def hash_chain(
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    packed = array("I", token_ids)
+    packed = token_ids if isinstance(token_ids, array) else array("I", token_ids)
     assert packed.itemsize == _BYTES_PER_TOKEN
     return packed.tobytes()
 

@@ -133,7 +133,7 @@ class Admission:
         """Take up a request whose load has ended."""
         state = self._state
         if request.request_id in state.failed_loads and request.num_computed_tokens == 0:
-            state.kv.free(request)  # nothing came; on another try it may hit something here
+            state.free_loaded(request)  # nothing came; on another try it may hit something here
         state.failed_loads.discard(request.request_id)
         state.kv.cache_blocks(request, request.num_computed_tokens)
         if request.num_computed_tokens == request.num_tokens:

@@ -113,20 +113,19 @@ class BlockPool:
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             known = self._hash_of[block_id]
             assert known in (None, block_hash), f"block {block_id} has another hash already"
-            if known is not None:  # shared, and its other user was first
-                parent = block_hash
-                continue
-            self._hash_of[block_id] = block_hash
-            self._parent_of[block_id] = parent
-            if block_hash not in self._cached:
+            if known is None and block_hash not in self._cached:
                 self._cached[block_hash] = block_id
                 stored_from = stored_from if stored else parent
                 stored.append(block_hash)
             else:
-                self._duplicates.setdefault(block_hash, {})[block_id] = None
+                if known is None:  # else it is shared, and its other user was first
+                    self._duplicates.setdefault(block_hash, {})[block_id] = None
                 if stored:
                     self._events.append(BlockStored(tuple(stored), stored_from))
                     stored = []
+            if known is None:
+                self._hash_of[block_id] = block_hash
+                self._parent_of[block_id] = parent
             parent = block_hash
         if stored:
             self._events.append(BlockStored(tuple(stored), stored_from))
@@ -149,6 +148,13 @@ class BlockPool:
             self._events.append(BlockRemoved((block_hash,)))
         if duplicates is not None and not duplicates:
             del self._duplicates[block_hash]
+
+    def forget_unused(self, block_ids: Iterable[int]) -> None:
+        """Those of these blocks that nobody uses can be hit no longer."""
+        for block_id in block_ids:
+            if not self._ref_cnt[block_id] and self._hash_of[block_id] is not None:
+                self._num_unused_cached -= 1
+                self.forget(block_id)
 
     def forget_all(self) -> None:
         """Nothing can be hit any more. No block may be in use."""

@@ -161,6 +161,12 @@ class SchedulerConfig(SchedulerKnobs):
                 f"off, so that the longest prompt fits into a step, "
                 f"not {self.max_num_batched_tokens}",
             )
+        if not self.enable_chunked_prefill and self.token_budget < self.max_model_len:
+            raise ConfigError(
+                "max_num_scheduled_tokens",
+                f"must be at least max_model_len ({self.max_model_len}) when chunked prefill is "
+                f"off, so that a preempted request can be resumed, not {self.token_budget}",
+            )
         if self.max_num_batched_tokens > self.max_num_seqs * self.max_model_len:
             logger.warning(
                 "max_num_batched_tokens (%d) exceeds max_num_seqs * max_model_len (%d): "

@@ -25,12 +25,10 @@ class KVCacheManager:
     that one is computed again.
     """
 
-    def __init__(
-        self, config: CacheConfig, max_model_len: int, *, drop_last_hit: bool = False
-    ) -> None:
+    def __init__(self, config: CacheConfig, max_len: int, *, drop_last_hit: bool = False) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
-        self._max_model_len = max_model_len
+        self._max_len = max_len
         self._block_size = config.block_size
         self._hashes_per_block = config.block_size // config.hash_block_size
         self._caching = config.enable_prefix_caching
@@ -60,7 +58,7 @@ class KVCacheManager:
         Returns the blocks that are new, or None and changes nothing if the pool has too few.
         """
         num_tokens = request.num_computed_tokens + num_new_tokens
-        num_slots = min(num_tokens + num_lookahead_tokens, self._max_model_len)
+        num_slots = min(num_tokens + num_lookahead_tokens, self._max_len)
         num_missing = self.blocks_for(num_slots) - len(request.block_ids)
         fresh: Sequence[int] = ()
         if num_missing > 0:
@@ -90,12 +88,12 @@ class KVCacheManager:
         """
         num_local = request.num_computed_tokens + len(prefix) * self._block_size
         num_tokens = num_local + num_external_tokens + num_new_tokens
-        num_slots = min(num_tokens + num_lookahead_tokens, self._max_model_len)
+        num_slots = min(num_tokens + num_lookahead_tokens, self._max_len)
         num_held = len(request.block_ids) + len(prefix)
         num_fresh = max(0, self.blocks_for(num_slots) - num_held)
         num_needed = num_fresh
         if whole_must_fit:
-            whole = min(max(request.num_tokens, num_tokens), self._max_model_len)
+            whole = min(max(request.num_tokens, num_tokens), self._max_len)
             num_needed = max(num_fresh, self.blocks_for(whole) - num_held)
         if not self._has_room(num_needed, prefix):
             return False

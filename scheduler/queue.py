@@ -14,7 +14,7 @@ import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -198,6 +198,10 @@ class SkippedQueue:
     def waiting_for(self, wait: Wait) -> list[Request]:
         """In their order. Not for a wait that has several groups."""
         return [request for _, request in self._groups.get(wait, ())]
+
+    def in_order(self, requests: Iterable[Request]) -> list[Request]:
+        """Some of the skipped ones, in their order."""
+        return sorted(requests, key=lambda request: self._places[request].key)
 
     def __len__(self) -> int:
         return len(self._places)

@@ -12,29 +12,31 @@ from __future__ import annotations
 import argparse
 import gzip
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from protocol import (
     ConfigError,
+    InvalidRequest,
     KVConnectorOutput,
     KvrelayError,
     PromptTooLong,
     RequestView,
     SamplingParams,
+    SchedulerConnector,
     StepView,
 )
+from scheduler import observation
 from scheduler.config import CacheConfig, SchedulerConfig
-from scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
-from scheduler.queue import Wait
+from scheduler.observation import Values
+from scheduler.output import ModelRunnerOutput, SchedulerOutput
 from scheduler.request import Request, RequestStatus
 from scheduler.scheduler import Scheduler
 from scheduler.state import PauseState
 from scheduler.trace import AddedRequest, RunnerResult, Trace, TraceConfig, TraceStep, parse_trace
-
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -122,20 +124,8 @@ class RecordedConnector:
 
 
 _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-_REASONS = {
-    RequestStatus.FINISHED_STOPPED: "stop",
-    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
-    RequestStatus.FINISHED_ERROR: "error",
-}
-_EXPECT_DEFAULTS: Values = {
-    "scheduled_spec_tokens": {},
-    "block_ids": {},
-    "appended_block_ids": {},
-    "finished_req_ids": [],
-    "free_delayed": [],
-    "num_computed_tokens_before": {},
-}
-_AFTER_DEFAULTS: Values = {"stop_reason": {}, "emitted": {}, "free_delayed": []}
+
+MakeScheduler = Callable[[SchedulerConfig, CacheConfig, SchedulerConnector | None], Scheduler]
 
 
 class Replay:
@@ -145,16 +135,24 @@ class Replay:
         ConfigError: this scheduler refuses the settings.
     """
 
-    def __init__(self, trace: Trace, *, exact_blocks: bool = False) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        *,
+        exact_blocks: bool = False,
+        make_scheduler: MakeScheduler = Scheduler,
+    ) -> None:
         config = trace.config
         self._trace = trace
         self._exact_blocks = exact_blocks
         self._connector = RecordedConnector() if config.kv_connector else None
         self._hash_block_size = config.hash_block_size or config.block_size
-        self.scheduler = Scheduler(scheduler_config(config), cache_config(config), self._connector)
+        self.scheduler = make_scheduler(
+            scheduler_config(config), cache_config(config), self._connector
+        )
+        self._in_flight: deque[SchedulerOutput] = deque()  # steps that have no results yet
         self._ours_of: dict[int, int] = {}  # block ids: recorded to ours
         self._recorded_of: dict[int, int] = {}  # and back
-        self._pending: SchedulerOutput | None = None  # of the step before, if asynchronous
 
     def first_difference(self) -> Difference | None:
         """Raises KvrelayError: a request is refused."""
@@ -162,54 +160,76 @@ class Replay:
 
     def differences(self) -> Iterator[Difference]:
         """In the order of steps."""
+        # That looks at each block, of which a node that serves has far more than a step touches.
+        check_every = 1 + self._trace.config.num_blocks_including_null // 1000
         for number, step in enumerate(self._trace.steps):
             for name, recorded, ours in self._run_step(step):
                 if recorded != ours:
                     yield Difference(number, name, recorded, ours)
-            self.scheduler.check_integrity()
+            if number % check_every == 0:
+                self.scheduler.check_integrity()
+        self.scheduler.check_integrity()
 
     # ------------------------------------------------------------------ a step
 
     def _run_step(self, step: TraceStep) -> Iterator[tuple[str, object, object]]:
+        self._feed_connector(step)
+        aborted = self._feed_scheduler(step)
+        if step.expect is not None:
+            yield from self._decide(step, step.expect, aborted)
+        held = observation.held(self.scheduler, self._abort(step.abort_during, step))
+        if step.runner is not None:
+            yield from self._finish_step(step, step.runner, held)
+        elif step.after is not None:
+            yield "after", step.after, "not known without runner"
+
+    def _feed_scheduler(self, step: TraceStep) -> list[str]:
+        """What happened before the decision; the ids that were aborted."""
         scheduler = self.scheduler
+        if step.draft_token_ids:
+            scheduler.update_draft_token_ids(step.draft_token_ids)
         for added in step.add:
             scheduler.add_request(self._request(added))
         for request_id in step.grammar_ready:
             scheduler.grammar_ready(request_id)
         if step.pause is not None:
             scheduler.set_pause_state(PauseState[step.pause])
-        self._feed_connector(step)
-        aborted = self._abort(step.abort)
+        aborted = self._abort(step.abort, step)
         if step.reset is not None:
             scheduler.reset_prefix_cache(reset_running_requests=step.reset)
-        loading = _loading(scheduler)
-        output = scheduler.schedule()
+        return aborted
+
+    def _decide(
+        self, step: TraceStep, recorded: Values, aborted: list[str]
+    ) -> Iterator[tuple[str, object, object]]:
+        loading = observation.loading(self.scheduler)
+        output = self.scheduler.schedule()
+        self._in_flight.append(output)
         if self._connector is not None:
             yield "connector", step.connector, self._asked(step)
-        ours = self._decided(output, newly_loading=_loading(scheduler) - loading)
-        ours["free_delayed"] = self._held(aborted)
-        yield from self._compare("expect", step.expect, ours, _EXPECT_DEFAULTS)
-        held = self._held(self._abort(step.abort_during))
-        computed = output
-        if self._trace.config.async_scheduling:
-            computed, self._pending = self._pending, output  # type: ignore[assignment]
-        if step.runner is not None:
-            yield from self._finish_step(step, step.runner, computed, held)
+        ours = observation.decision(self.scheduler, output, loading_before=loading, aborted=aborted)
+        yield from self._compare("expect", recorded, ours, observation.EXPECT_DEFAULTS)
 
     def _finish_step(
-        self, step: TraceStep, runner: RunnerResult, computed: SchedulerOutput, held: list[str]
+        self, step: TraceStep, runner: RunnerResult, held: list[str]
     ) -> Iterator[tuple[str, object, object]]:
-        scheduler = self.scheduler
-        loading = _loading(scheduler)
-        updates = scheduler.update_from_output(computed, self._runner_output(runner))
+        if not self._in_flight:
+            raise ConfigError("runner", "has results, but each step that was decided has its own")
+        scheduler, computed = self.scheduler, self._in_flight.popleft()
+        loading = observation.loading(scheduler)
+        sampled = self._sampled(computed, runner)
+        updates = scheduler.update_from_output(
+            computed, ModelRunnerOutput(sampled, self._transfers(runner))
+        )
         if runner.draft:
             scheduler.update_draft_token_ids(runner.draft)
-        ours = self._state_after(runner, updates)
-        # Those whose load ended while it was processed had to wait for that, too.
-        ours["free_delayed"] = held + [
-            i for i in ours["finished"] if i in loading or i in scheduler.requests
-        ]
-        yield from self._compare("after", step.after or {}, ours, _AFTER_DEFAULTS)
+        ours = observation.outcome(
+            scheduler, sampled, updates, loading_before=loading, held_before=held
+        )
+        yield from self._compare("after", step.after or {}, ours, observation.AFTER_DEFAULTS)
+
+    def _sampled(self, computed: SchedulerOutput, runner: RunnerResult) -> dict[str, list[int]]:
+        return runner.sampled
 
     def _feed_connector(self, step: TraceStep) -> None:
         if self._connector is not None:
@@ -227,14 +247,12 @@ class Replay:
         num_given = len(step.connector) - len(connector.answers)
         return [*step.connector[:num_given], *connector.unanswered]
 
-    def _abort(self, request_ids: Iterable[str]) -> list[str]:
+    def _abort(self, request_ids: Iterable[str], step: TraceStep) -> list[str]:
         ended: list[Request] = []
         for request_id in request_ids:
-            ended += self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+            status = RequestStatus[step.ended_as.get(request_id, "FINISHED_ABORTED")]
+            ended += self.scheduler.finish_requests([request_id], status)
         return [request.request_id for request in ended]
-
-    def _held(self, request_ids: Iterable[str]) -> list[str]:
-        return [i for i in request_ids if i in self.scheduler.requests]
 
     def _request(self, added: AddedRequest) -> Request:
         if self._connector is not None and added.send_steps:
@@ -258,7 +276,7 @@ class Replay:
             awaits_grammar=added.awaits_grammar,
         )
 
-    def _runner_output(self, runner: RunnerResult) -> ModelRunnerOutput:
+    def _transfers(self, runner: RunnerResult) -> KVConnectorOutput | None:
         received = runner.finished_recving
         if not isinstance(received, dict):
             received = {request_id: [] for request_id in received}
@@ -267,53 +285,9 @@ class Replay:
             finished_sending=tuple(runner.finished_sending),
             invalid_block_ids=frozenset(self._ours_of.get(b, b) for b in runner.invalid_block_ids),
         )
-        return ModelRunnerOutput(runner.sampled, transfers or None)
+        return transfers or None
 
     # ------------------------------------------------------------------ what is compared
-
-    def _decided(self, output: SchedulerOutput, newly_loading: set[str]) -> Values:
-        scheduler = self.scheduler
-        requests = scheduler.requests
-        new, resumed = output.scheduled_new_reqs, output.scheduled_resumed_reqs
-        cached = output.scheduled_cached_reqs
-        before = {r.request_id: r.num_computed_tokens for r in (*new, *resumed)}
-        before |= {r.request_id: r.num_computed_tokens for r in cached}
-        return {
-            "num_scheduled_tokens": [list(x) for x in output.num_scheduled_tokens.items()],
-            "new": [r.request_id for r in new],
-            "resumed": [r.request_id for r in resumed],
-            "preempted": output.preempted_req_ids,
-            "scheduled_spec_tokens": {i: list(t) for i, t in output.scheduled_spec_tokens.items()},
-            "num_computed_tokens_before": before,
-            "block_ids": {r.request_id: list(r.block_ids) for r in [*new, *resumed]}
-            | {i: list(requests[i].block_ids) for i in newly_loading},
-            "appended_block_ids": {
-                r.request_id: list(r.new_block_ids) for r in cached if r.new_block_ids
-            },
-            "num_blocks": {i: len(r.block_ids) for i, r in requests.items() if r.block_ids},
-            "running": _ids(scheduler.running),
-            "waiting": _ids(scheduler.waiting),
-            "skipped_waiting": _ids(scheduler.skipped_waiting),
-            "free_blocks": scheduler.kv.pool.num_unused,
-            "status": {i: r.status.name for i, r in requests.items()},
-            "finished_req_ids": output.finished_req_ids,
-        }
-
-    def _state_after(self, runner: RunnerResult, updates: Sequence[RequestUpdate]) -> Values:
-        scheduler = self.scheduler
-        ended = [u.request for u in updates if u.finished]
-        waiting = [*scheduler.waiting, *scheduler.skipped_waiting]
-        known = [*scheduler.running, *(r for r in waiting if r.num_computed_tokens)]
-        return {
-            "finished": {r.request_id: _REASONS[r.status] for r in ended},
-            "stop_reason": {
-                r.request_id: r.stop_token_id for r in ended if r.stop_token_id is not None
-            },
-            "emitted": _emitted(runner, updates),
-            "num_tokens": {r.request_id: r.num_tokens for r in known},
-            "num_computed_tokens": {r.request_id: r.num_computed_tokens for r in known},
-            "free_blocks": scheduler.kv.pool.num_unused,
-        }
 
     def _compare(
         self, section: str, recorded: Values, ours: Values, defaults: Values
@@ -323,8 +297,9 @@ class Replay:
             if name in ("block_ids", "appended_block_ids") and not self._exact_blocks:
                 wanted = self._rename(wanted, value)
             yield f"{section}.{name}", wanted, value
-        for name in recorded.keys() - ours.keys():
-            yield f"{section}.{name}", recorded[name], "not known here"
+        for name, wanted in recorded.items():
+            if name not in ours:
+                yield f"{section}.{name}", wanted, "not known here"
 
     def _rename(self, recorded: object, ours: Mapping[str, list[int]]) -> object:
         """The recorded tables in our block ids, as far as each id has one partner."""
@@ -346,22 +321,6 @@ class Replay:
         if self._ours_of.get(recorded) == ours:
             return ours
         return f"{recorded}, which is {self._ours_of.get(recorded)} elsewhere"
-
-
-def _emitted(runner: RunnerResult, updates: Sequence[RequestUpdate]) -> Values:
-    """Tokens that were kept, where they are not those that were sampled."""
-    kept: dict[str, list[int]] = {}
-    for update in updates:
-        kept.setdefault(update.request.request_id, []).extend(update.new_token_ids)
-    return {i: kept.get(i, []) for i, tokens in runner.sampled.items() if kept.get(i, []) != tokens}
-
-
-def _loading(scheduler: Scheduler) -> set[str]:
-    return set(_ids(scheduler.skipped_waiting.waiting_for(Wait.REMOTE_KVS)))
-
-
-def _ids(requests: Iterable[Request]) -> list[str]:
-    return [request.request_id for request in requests]
 
 
 def scheduler_config(config: TraceConfig) -> SchedulerConfig:
@@ -398,7 +357,7 @@ def replay(trace: Trace, *, exact_blocks: bool = False) -> Difference | Refused 
         return Replay(trace, exact_blocks=exact_blocks).first_difference()
     except ConfigError as error:
         errors.append(error)
-    except PromptTooLong as error:
+    except InvalidRequest as error:
         return Refused((error,))
     errors.extend(_refused_requests(trace))
     return Refused(tuple(errors))
@@ -426,7 +385,7 @@ def load(path: Path) -> Trace:
     try:
         data = path.read_bytes()
         return parse_trace(gzip.decompress(data) if path.suffix == ".gz" else data)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError("trace", f"cannot be read: {error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence
 
 from protocol import (
@@ -64,6 +65,7 @@ class Request:
         "arrival_time",
         "block_hashes",
         "block_ids",
+        "cache_salt",
         "hash_block_size",
         "lora_name",
         "num_cached_tokens",
@@ -102,10 +104,13 @@ class Request:
         self.arrival_time = arrival_time
         self.priority = priority
         self.lora_name = lora_name
+        self.cache_salt = cache_salt
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_forced_tokens = len(forced_token_ids)
         self.output_token_ids: list[int] = list(forced_token_ids)
-        self.all_token_ids: list[int] = [*prompt_token_ids, *forced_token_ids]
+        # Packed: cheap to copy and to hash, and nothing that a garbage collection has to visit.
+        self.all_token_ids = array("I", prompt_token_ids)
+        self.all_token_ids.extend(forced_token_ids)
         self.spec_token_ids: Sequence[int] = ()
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from protocol import KVConnectorOutput
 from scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
@@ -36,6 +37,7 @@ class Results:
         self._state = state
         self._step = step
         self._later = later  # steps that were planned since
+        self._block_size = state.kv.config.block_size
 
     def apply(self, output: ModelRunnerOutput) -> list[RequestUpdate]:
         transfers = output.kv_connector_output
@@ -64,7 +66,8 @@ class Results:
             if not sampled or request.status.finished or request in void:
                 continue  # in the middle of its prompt, or ended while the step ran
             request.num_output_placeholders -= 1
-            if request.request_id in drafts:
+            # One that had to start over meanwhile has nothing computed any more.
+            if request.request_id in drafts and request.status is RequestStatus.RUNNING:
                 num_rejected = len(drafts[request.request_id]) + 1 - len(sampled)
                 request.num_computed_tokens -= num_rejected
             updates.append(self._append(request, sampled))
@@ -102,20 +105,73 @@ class Results:
 
         A request that was loading while it ran has computed, and sampled, from what is not there.
         """
-        state, block_size = self._state, self._state.kv.config.block_size
-        cut = []
-        for request in [*state.skipped_waiting.waiting_for(Wait.REMOTE_KVS), *state.running]:
-            index = next((i for i, b in enumerate(request.block_ids) if b in invalid), None)
-            if index is None:
-                continue
-            cut.append(request)
-            state.kv.forget_uncomputed(request, index * block_size)
-            request.num_computed_tokens = min(request.num_computed_tokens, index * block_size)
-            if request.status is RequestStatus.RUNNING:
-                self._drop_results(request)
-            else:
-                state.failed_loads.add(request.request_id)
+        state = self._state
+        loading = state.skipped_waiting.waiting_for(Wait.REMOTE_KVS)
+        waiting_or_running = [*loading, *state.loaded(), *state.running]
+        cut = [request for request in waiting_or_running if self._cut(request, invalid)]
+        for request in state.held():
+            index = _first_of(invalid, request.block_ids)
+            if index is not None:
+                state.kv.forget_uncomputed(request, index * self._block_size)
+        self._forget_given_up(invalid)
         return cut
+
+    def _cut(self, request: Request, invalid: frozenset[int]) -> bool:
+        """Take back what the request computed from these blocks; whether it relied on any."""
+        index = _first_of(invalid, request.block_ids)
+        if index is None or index * self._block_size >= self._num_computed_then(request):
+            return False  # it got the block since, after another one had given it up
+        self._state.kv.forget_uncomputed(request, index * self._block_size)
+        request.num_computed_tokens = index * self._block_size
+        if request.status is RequestStatus.RUNNING:
+            self._drop_results(request)
+        elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._state.failed_loads.add(request.request_id)
+        return True
+
+    def _num_computed_then(self, request: Request) -> int:
+        """Without the steps that were planned since."""
+        since = (
+            step.output.num_scheduled_tokens[request.request_id]
+            for step in self._later
+            if request in step.requests
+        )
+        return request.num_computed_tokens - sum(since)
+
+    def _forget_given_up(self, invalid: frozenset[int]) -> None:
+        """Requests that lost their blocks while the step ran leave nothing in the cache.
+
+        What was sampled for those that have to start over does not count either.
+        """
+        for request, table, num_computed in self._admitted():
+            index = _first_of(invalid, table)
+            if index is None or index * self._block_size >= num_computed:
+                continue
+            self._state.kv.pool.forget_unused(table[index:])
+            if request.status is RequestStatus.PREEMPTED:
+                self._drop_results(request)
+
+    def _admitted(self) -> Iterator[tuple[Request, Sequence[int], int]]:
+        """Who was admitted in the steps in flight: with which blocks, and how much was there."""
+        steps = (self._step, *self._later)
+        for number, step in enumerate(steps):
+            output = step.output
+            told = {
+                data.request_id: data
+                for data in (*output.scheduled_new_reqs, *output.scheduled_resumed_reqs)
+            }
+            for request in step.requests:
+                data = told.get(request.request_id)
+                if data is not None:
+                    appended = (
+                        diff.new_block_ids
+                        for later in steps[number + 1 :]
+                        if request in later.requests
+                        for diff in later.output.scheduled_cached_reqs
+                        if diff.request_id == request.request_id
+                    )
+                    table = [*data.block_ids, *chain.from_iterable(appended)]
+                    yield request, table, data.num_computed_tokens
 
     def _drop_results(self, request: Request) -> None:
         request.num_output_placeholders = 0
@@ -144,8 +200,13 @@ class Results:
             return None
         status = self._take_tokens(request, tokens)
         if status is None:
-            state.skipped_waiting.put(request, Wait.TURN)
+            state.end_load(request)
             return None
         state.leave_queue(request)
         state.finish(request, status)
         return RequestUpdate(request, (), len(request.output_token_ids), True)
+
+
+def _first_of(invalid: frozenset[int], table: Sequence[int]) -> int | None:
+    """Index of the first of these blocks in a block table."""
+    return next((index for index, block_id in enumerate(table) if block_id in invalid), None)

@@ -260,4 +260,8 @@ class Scheduler:
         live = {r for r in self.requests.values() if not r.status.finished}
         assert set(queued) == live, "a request is lost or in no queue"
         assert len(self.running) <= self.config.max_num_seqs
+        holding = [
+            r for r in self.skipped_waiting if r.block_ids and r.request_id not in state.parked
+        ]
+        assert state.loaded() == holding, "a loaded request is forgotten"
         assert all(state.is_held(r.request_id) for r in self.requests.values() if r not in live)

@@ -40,8 +40,10 @@ class SchedulerState:
     ) -> None:
         self.config = config
         self.connector = connector
+        # A request that would fill the whole pool ends there: alone, it would wait for ever.
+        self.max_len = min(config.max_model_len, cache_config.num_usable_tokens)
         self.kv = KVCacheManager(
-            cache_config, config.max_model_len, drop_last_hit=config.spec_method == "eagle"
+            cache_config, self.max_len, drop_last_hit=config.spec_method == "eagle"
         )
         self.stats = SchedulerStats()
         self.pause_state = PauseState.UNPAUSED
@@ -52,9 +54,8 @@ class SchedulerState:
         self.finished_req_ids: list[str] = []  # that the runner was not told of yet
         self.parked: dict[str, int] = {}  # blocks that are being loaded, by request id
         self.failed_loads: set[str] = set()  # of `parked`: only a part will be there
+        self._loaded: set[Request] = set()
         self._holds: dict[str, Hold] = {}
-        # A request that would fill the whole pool ends there: alone, it would wait for ever.
-        self.max_len = min(config.max_model_len, cache_config.num_usable_tokens)
 
     # ------------------------------------------------------------------ making room
 
@@ -80,9 +81,22 @@ class SchedulerState:
         self.stats.num_preemptions += 1
         self.waiting.put_back(request)
 
+    def end_load(self, request: Request) -> None:
+        """The load of a waiting request is over; it holds its blocks until it is admitted."""
+        self._loaded.add(request)
+        self.skipped_waiting.put(request, Wait.TURN)
+
+    def free_loaded(self, request: Request) -> None:
+        """Take back the blocks of a load of which nothing came."""
+        self._loaded.remove(request)
+        self.kv.free(request)
+
     def loaded(self) -> list[Request]:
-        """Waiting requests that hold blocks, because their load has ended."""
-        return [r for r in self.skipped_waiting.waiting_for(Wait.TURN) if r.block_ids]
+        """Waiting requests that hold blocks, because their load has ended; in their order.
+
+        They may have been passed over since, for an adapter or for a limit of partial prefills.
+        """
+        return self.skipped_waiting.in_order(self._loaded)
 
     def revoke_pin(self) -> bool:
         """Free the blocks of an ended request that are only kept because nobody took them yet."""
@@ -96,6 +110,7 @@ class SchedulerState:
     # ------------------------------------------------------------------ endings
 
     def leave_queue(self, request: Request) -> None:
+        self._loaded.discard(request)
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         elif request in self.skipped_waiting:
@@ -128,6 +143,10 @@ class SchedulerState:
             self._holds[request_id] = left
         else:
             self._forget(self.requests[request_id])
+
+    def held(self) -> list[Request]:
+        """Ended requests whose blocks are kept."""
+        return [self.requests[request_id] for request_id in self._holds]
 
     def is_held(self, request_id: str) -> bool:
         return request_id in self._holds

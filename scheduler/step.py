@@ -44,7 +44,7 @@ class Step:
         """A waiting request is admitted with `num_new` tokens to compute."""
         data = NewRequestData(
             request_id=request.request_id,
-            token_ids=tuple(request.all_token_ids),
+            token_ids=request.all_token_ids[:],
             num_prompt_tokens=request.num_prompt_tokens,
             sampling=request.sampling,
             block_ids=tuple(request.block_ids),

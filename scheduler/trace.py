@@ -4,25 +4,41 @@ It is the format of the recorded runs of vLLM's scheduler that the tests replay,
 that those do not have (marked with +), because they say what only this scheduler can do or be told.
 
     config   the knobs, by name; block_size, num_blocks_including_null, ...
-    steps    add, abort                requests that came and went before the step
-             grammar_ready+, pause+, reset+
-             connector, revoked+, kept+    what the connector answered
-             expect                    what was decided, and the state right after it
-             abort_during              requests that went while the step ran
-             runner                    what the step (+ or with async_scheduling, the one before)
-                                       computed, and which transfers ended
-             after                     the state when that was processed
+    steps    draft_token_ids+             drafts that did not come with the results of a step
+             add, grammar_ready+, pause+, abort
+             reset+
+             connector, revoked+, kept+   what the connector answered
+             expect                       what was decided, and the state right after it
+             abort_during                 requests that went while the step ran
+             runner                       what the oldest step that has no results yet computed,
+                                          which transfers ended, and the drafts for the next one
+             after                        the state when that was processed
+
+Things happen in this order, and what is absent did not happen. Without `expect` no step was
+decided: something happened at a time at which this order has no place for it. Without `runner` the
+results came later, or never did. So the results of a step stand beside its decision if they came
+before the next one was made, and beside the next one with asynchronous scheduling.
+
+An id may come again when its request has ended and holds no blocks any more.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import logging
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
 from protocol import ConfigError
 
 Expect = dict[str, Any]
+PauseName = Literal["UNPAUSED", "PAUSED_NEW", "PAUSED_ALL"]
+EndName = Literal["FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ERROR"]
+
+_FORMAT = 1
+
+logger = logging.getLogger(__name__)
 
 
 class TraceConfig(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -98,21 +114,22 @@ class RunnerResult(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
 
 
 class TraceStep(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """One step. With `async_scheduling`, `runner` and `after` are about the step before."""
+    """What happened, up to and including one decision and the results of one step."""
 
-    expect: Expect
+    draft_token_ids: dict[str, list[int]] = {}  # +
     add: list[AddedRequest] = []
+    grammar_ready: list[str] = []  # +
+    pause: PauseName | None = None  # +
     abort: list[str] = []
+    reset: bool | None = None  # + `reset_prefix_cache`, and whether running requests are reset
     connector: list[tuple[str, int, int | None, bool]] = []
+    revoked: list[str | None] = []  # + answers of `revoke_pin`; None when they are used up
+    kept: list[str] = []  # + requests for which `request_finished` said that blocks are kept
+    expect: Expect | None = None
     abort_during: list[str] = []
+    ended_as: dict[str, EndName] = {}  # + how, of `abort` and `abort_during`; else aborted
     runner: RunnerResult | None = None
     after: Expect | None = None
-    # +
-    grammar_ready: list[str] = []
-    pause: str | None = None  # the name of a `PauseState`
-    reset: bool | None = None  # `reset_prefix_cache`, and whether running requests are reset
-    revoked: list[str | None] = []  # answers of `revoke_pin`
-    kept: list[str] = []  # requests for which `request_finished` said that blocks are kept
 
 
 class Trace(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -138,18 +155,62 @@ def parse_trace(data: bytes) -> Trace:
         raise ConfigError("trace", f"is not in the trace format: {error}") from error
     except msgspec.DecodeError as error:
         trace = _parse_cut_off(data, error)
-    if trace.format != 1:
-        raise ConfigError("format", f"must be 1, not {trace.format}")
+    if trace.format != _FORMAT:
+        raise ConfigError("format", f"must be {_FORMAT}, not {trace.format}")
     return trace
 
 
 def _parse_cut_off(data: bytes, error: msgspec.DecodeError) -> Trace:
-    """A recorder that is killed leaves whole lines, each but the first a step, and no end."""
-    lines = data.split(b"\n")
-    for end in (len(lines) - 1, len(lines) - 2):
-        whole = b"\n".join(lines[: max(end, 1)]).rstrip().removesuffix(b",")
+    """A recorder that is killed leaves whole lines, each but the first a step, and no end.
+
+    The last line may be a part of a step, and the one before is whole.
+    """
+    lines = data.rstrip().split(b"\n")
+    for num_lines in (len(lines), len(lines) - 1):
+        whole = b"\n".join(lines[:num_lines]).rstrip().removesuffix(b",")
         try:
             return msgspec.json.decode(whole + b"]}", type=Trace)
-        except msgspec.DecodeError:
-            continue
+        except msgspec.DecodeError as still:
+            if isinstance(still, msgspec.ValidationError) and num_lines < len(lines):
+                raise ConfigError("trace", f"is not in the trace format: {still}") from still
     raise ConfigError("trace", f"is no JSON: {error}") from error
+
+
+class TraceWriter:
+    """Writes a trace step by step. What is there can be read at any time.
+
+    A file that cannot be written any more is given up, with a word in the log: whatever is
+    recorded goes on.
+    """
+
+    def __init__(self, stream: BinaryIO, config: TraceConfig, name: str = "") -> None:
+        self._stream: BinaryIO | None = stream
+        self._name = name
+        header = {"format": _FORMAT, "source": "kvrelay", "name": name, "config": config}
+        self._write(msgspec.json.encode(header).removesuffix(b"}") + b',"steps":[')
+        self._separator = b"\n"
+
+    def write(self, step: TraceStep) -> None:
+        self._write(self._separator + msgspec.json.encode(step))
+        self._separator = b",\n"
+
+    def close(self) -> None:
+        """The trace ends here; later steps are dropped."""
+        self._write(b"\n]}\n")
+        self._drop()
+
+    def _write(self, data: bytes) -> None:
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(data)
+            self._stream.flush()
+        except OSError as error:
+            logger.error("the recording of %s ends here: %s", self._name, error)
+            self._drop()
+
+    def _drop(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with contextlib.suppress(OSError):  # what it could not write, it tries again
+                stream.close()

@@ -23,6 +23,7 @@ class Combination:
     prefix_caching: bool
     tiny_steps: bool
     tiny_pool: bool
+    async_scheduling: bool
 
     def __str__(self) -> str:
         return "-".join(
@@ -32,6 +33,7 @@ class Combination:
                 "cache" if self.prefix_caching else "no-cache",
                 *(["tiny-steps"] if self.tiny_steps else []),
                 *(["tiny-pool"] if self.tiny_pool else []),
+                *([] if self.async_scheduling else ["sync"]),
             ]
         )
 
@@ -55,13 +57,15 @@ class Combination:
                 max_num_batched_tokens=48 if self.tiny_steps else 512,
                 # No headroom is kept for running requests: they have to make room for each other.
                 max_parked_blocks=TINY_POOL if self.tiny_pool else None,
+                async_scheduling=self.async_scheduling,
             ),
         )
 
 
 def all_combinations() -> list[Combination]:
+    yes_or_no = (True, False)
     values = itertools.product(
-        ("unified", "disaggregated", "2+2"), (1, 16), (True, False), (True, False), (True, False)
+        ("unified", "disaggregated", "2+2"), (1, 16), yes_or_no, yes_or_no, yes_or_no, yes_or_no
     )
     return [c for c in itertools.starmap(Combination, values) if c.possible]
 
