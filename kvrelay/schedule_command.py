@@ -14,7 +14,8 @@ from kvrelay.schedule_file import ScheduleFile
 from kvrelay.schedule_page import render_page
 from kvrelay.schedule_table import ScheduleTables
 from protocol import ConfigError
-from scheduler.scenario import Ending, ScenarioRun, run
+from scheduler.scenario import Ending, ScenarioRun
+from scheduler.scenario_player import play
 
 _PIPED_WIDTH = 100  # columns, where there is no terminal to ask
 
@@ -35,7 +36,7 @@ class ScheduleCommand:
             ConfigError: the file is not a scenario, or the page cannot be written.
         """
         schedule = load_yaml(self.file, ScheduleFile)
-        played = run(schedule.scenario, self.max_steps)
+        played = play(schedule.scenario, self.max_steps)
         if schedule.about:
             self.console.print(Text(schedule.about.strip()))
             self.console.print()

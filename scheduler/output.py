@@ -54,7 +54,8 @@ class SchedulerOutput:
     finished_req_ids: list[str] = field(default_factory=list)  # since the last step
     kv_connector_metadata: object = None
     num_prompt_tokens: int = 0  # scheduled tokens that came with their requests
-    admission_ended_by: Wait | None = None  # what the head of the queue lacks; None: nobody waits
+    admission_ended_by: Wait | None = None  # what the next to be admitted lacked, if there was one
+    admission_ended_at: str | None = None  # that request; None: nobody was looked at
 
     @property
     def total_num_scheduled_tokens(self) -> int:

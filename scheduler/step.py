@@ -19,6 +19,7 @@ class Step:
         self.num_scheduled: dict[str, int] = {}
         self.preempted: list[str] = []
         self.admission_ended_by: Wait | None = None
+        self.admission_ended_at: str | None = None
         self._cached: dict[str, CachedRequestData] = {}
         self._new: list[NewRequestData] = []
         self._resumed: list[NewRequestData] = []
@@ -75,6 +76,7 @@ class Step:
             scheduled_spec_tokens=self._drafts,
             preempted_req_ids=self.preempted_req_ids,
             admission_ended_by=self.admission_ended_by,
+            admission_ended_at=self.admission_ended_at,
         )
 
     # What a connector sees. It looks before `num_computed_tokens` moves on.

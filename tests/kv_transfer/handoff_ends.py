@@ -235,12 +235,21 @@ class Decode(End):
 
     def reserve(self, request: FakeRequest, table: Sequence[int], num_cached: int = 0) -> None:
         """The first `num_cached` tokens are in D's own cache."""
+        self.plan_to_reserve(request, table, num_cached)
+        self.begin_step()
+        self.poll()
+
+    def plan_to_reserve(
+        self, request: FakeRequest, table: Sequence[int], num_cached: int = 0
+    ) -> None:
+        """In a step that has not begun: the one before may still run."""
         found = self.connector.get_num_new_matched_tokens(request, num_cached)
         assert found == (request.num_prompt_tokens - num_cached, True)
         request.table = tuple(table)
         self.connector.update_state_after_alloc(request, table, found[0] or 0)
-        self.connector.start_load_kv(self.connector.build_connector_meta(FakeStep([])))
-        self.poll()
+
+    def begin_step(self) -> None:
+        self.connector.start_load_kv(self.connector.build_connector_meta(FakeStep()))
 
     def end(self, request: FakeRequest, reason: FinishReason = FinishReason.ABORT) -> None:
         """The request ends here; its blocks are held until they are `received`."""

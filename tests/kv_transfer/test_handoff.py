@@ -199,3 +199,53 @@ def test_more_starts_than_d_cares_to_remember(hub: MemoryHub, clock: Clock, p: P
         p.connector.abandon_source(request.request_id)
     settle(p)
     d.transport.close()
+
+
+# ---------------------------------------------------------------------- while a step is computed
+
+
+def test_p_may_write_only_once_the_step_that_reserved_has_begun(p: Prefill, d: Decode) -> None:
+    """Until then the step before may still write to these blocks, for whoever had them."""
+    at_p = p.add(d)
+    at_d = d.add(p, at_p)
+    p.prefill(at_p, P_TABLE)
+    d.poll()
+    d.plan_to_reserve(at_d, D_TABLE)
+    settle(p, d)
+    assert d.told(at_d) == [STARTED]
+    assert p.told(at_p) == []
+    assert d.is_untouched(D_TABLE)
+    d.begin_step()
+    arrives(p, d, at_d)
+
+
+def test_p_gives_up_before_the_step_that_reserved_has_begun(p: Prefill, d: Decode) -> None:
+    at_p = p.add(d)
+    at_d = d.add(p, at_p)
+    p.compute(at_p, P_TABLE[:1], 16)
+    d.poll()
+    d.plan_to_reserve(at_d, D_TABLE)
+    p.connector.abandon_source(at_p.request_id)
+    p.poll()
+    d.poll()
+    assert d.reasons(at_d) == [Reason.CANCELLED]
+    d.begin_step()
+    d.end(at_d)
+    d.poll()
+    assert RESERVED not in d.told(at_d)
+    assert d.received == {at_d.request_id: ()}  # its blocks come back
+    assert d.is_untouched(D_TABLE)
+
+
+def test_the_last_blocks_travel_while_another_step_is_computed(p: Prefill, d: Decode) -> None:
+    """P does not wait for the next step to begin."""
+    at_p = p.add(d, 16)
+    at_d = d.add(p, at_p)
+    p.compute(at_p, P_TABLE[:1], 16)
+    d.poll()
+    d.reserve(at_d, D_TABLE[:1])
+    p.connector.poll()
+    assert not p.connector.sources[at_p.request_id].writing
+    assert p.finish(at_p)
+    assert p.connector.sources[at_p.request_id].writing
+    arrives(p, d, at_d)

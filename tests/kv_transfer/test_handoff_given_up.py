@@ -218,3 +218,28 @@ def test_what_is_found_while_it_is_computed_does_not_travel_yet(p: Prefill, d: D
         p.pool.bytes[block_id] = kv_of(at_p.ticket, number)
     assert p.finish(at_p)
     arrives(p, d, at_d)
+
+
+@pytest.mark.parametrize("reserved_before", [True, False])
+def test_a_request_that_lost_its_blocks_while_its_last_step_ran(
+    p: Prefill, d: Decode, reserved_before: bool
+) -> None:
+    """It has its first token, and nothing to push: it is computed again once D has room."""
+    at_p = p.add(d)
+    at_d = d.add(p, at_p)
+    p.compute(at_p, P_TABLE, 40)
+    settle(p, d)
+    if reserved_before:
+        d.reserve(at_d, D_TABLE)
+        p.connector.poll()
+    p.preempt(at_p)
+    assert not p.finish(at_p, token=7)  # there is nothing to keep
+    p.poll()
+    if not reserved_before:
+        assert RECOMPUTE not in p.told(at_p)
+        d.reserve(at_d, D_TABLE)
+        p.poll()
+    assert p.told(at_p).count(RECOMPUTE) == 1
+    p.until(lambda: not p.connector.sources[at_p.request_id].writing)
+    p.prefill_again(at_p, (20, 21, 22), token=8)
+    arrives(p, d, at_d, tokens=(7,))

@@ -14,7 +14,8 @@ from rich.cells import cell_len
 from cluster.yaml_file import load_yaml
 from kvrelay.schedule_command import describe_end
 from kvrelay.schedule_file import ScheduleFile
-from scheduler.scenario import Ending, run
+from scheduler.scenario import Ending
+from scheduler.scenario_player import play
 from tests.architecture import loaded_by
 from tests.kvrelay.command import Kvrelay
 
@@ -131,7 +132,7 @@ class TestTerminal:
     [(Ending.STUCK, "stuck after 1 step:"), (Ending.TRUNCATED, "the first 1 step;")],
 )
 def test_a_run_that_did_not_end_says_so(ending: Ending, words: str) -> None:
-    played = run(load_yaml(PREEMPTION, ScheduleFile).scenario, max_steps=1)
+    played = play(load_yaml(PREEMPTION, ScheduleFile).scenario, max_steps=1)
     assert words in describe_end(replace(played, ending=ending))
 
 

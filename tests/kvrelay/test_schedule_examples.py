@@ -14,15 +14,16 @@ import pytest
 
 from cluster.yaml_file import load_yaml
 from kvrelay.schedule_file import ScheduleFile
-from scheduler.scenario import Ending, Outcome, ScenarioRun, run
+from scheduler.scenario import Ending, Outcome, ScenarioRun
+from scheduler.scenario_player import play
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "schedules"
 RECORDED = ROOT / "tests" / "data" / "schedules"
 
 
-def play(name: str) -> ScenarioRun:
-    return run(load_yaml(EXAMPLES / f"{name}.yaml", ScheduleFile).scenario)
+def example(name: str) -> ScenarioRun:
+    return play(load_yaml(EXAMPLES / f"{name}.yaml", ScheduleFile).scenario)
 
 
 def given(played: ScenarioRun) -> list[dict[str, int]]:
@@ -38,7 +39,7 @@ def test_each_says_what_to_look_at_and_runs_to_its_end(path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# Look at ")
     schedule = load_yaml(path, ScheduleFile)
     assert len(schedule.about) > 50
-    assert run(schedule.scenario).ending is Ending.COMPLETE
+    assert play(schedule.scenario).ending is Ending.COMPLETE
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_each_says_what_to_look_at_and_runs_to_its_end(path: Path) -> None:
     ],
 )
 def test_the_recorded_run_says_the_same(name: str, recorded: str) -> None:
-    played = play(name)
+    played = example(name)
     steps = json.loads(gzip.decompress((RECORDED / f"{recorded}.json.gz").read_bytes()))["steps"]
     expected = [step["expect"] for step in steps if step["expect"]["num_scheduled_tokens"]]
     assert [list(tokens.items()) for tokens in given(played)] == [
@@ -66,7 +67,7 @@ def test_the_recorded_run_says_the_same(name: str, recorded: str) -> None:
 
 
 def test_chunked_prefill() -> None:
-    played = play("chunked-prefill")
+    played = example("chunked-prefill")
     assert given(played) == [
         {"A": 2, "B": 2},
         {"A": 1, "B": 1, "C": 6},
@@ -82,7 +83,7 @@ def test_chunked_prefill() -> None:
 
 
 def test_slot_refill() -> None:
-    played = play("slot-refill")
+    played = example("slot-refill")
     assert given(played) == [
         {"A": 1, "B": 1, "C": 1, "D": 1},
         {"A": 1, "B": 1, "C": 1, "D": 1},
@@ -98,10 +99,10 @@ def test_slot_refill() -> None:
 def test_five_prompts() -> None:
     abc, de = dict.fromkeys("ABC", 2), dict.fromkeys("DE", 2)
     one = [dict.fromkeys("ABC", 1), dict.fromkeys("DE", 1)]
-    three = play("five-prompts-three-seats")
+    three = example("five-prompts-three-seats")
     assert given(three) == [abc, one[0], one[0], de, one[1], one[1]]
     assert three.steps[0].num_tokens == 6, "two tokens of the budget are left, but no seat"
-    four = play("five-prompts-four-seats")
+    four = example("five-prompts-four-seats")
     decodes = dict.fromkeys("ABCD", 1)
     assert given(four) == [
         *(dict.fromkeys("ABCD", 2), decodes, decodes),
@@ -110,7 +111,7 @@ def test_five_prompts() -> None:
 
 
 def test_chunking_off() -> None:
-    played = play("chunking-off")
+    played = example("chunking-off")
     assert given(played) == [
         {"A": 2, "B": 2},
         *([{"A": 1, "B": 1}] * 3),
@@ -123,7 +124,7 @@ def test_chunking_off() -> None:
 
 
 def test_chunking_on() -> None:
-    played = play("chunking-on")
+    played = example("chunking-on")
     assert given(played) == [
         {"A": 2, "B": 2},
         {"A": 1, "B": 1, "C": 6},
@@ -136,7 +137,7 @@ def test_chunking_on() -> None:
 
 
 def test_long_prompt_threshold() -> None:
-    played = play("long-prompt-threshold")
+    played = example("long-prompt-threshold")
     assert given(played)[1] == {"A": 1, "B": 1, "C": 4, "D": 4, "E": 4}
     # 100 tokens in chunks of 4 are 25 steps, from step 1 on.
     assert ttft(played) == {"A": 1, "B": 1, "C": 25, "D": 1, "E": 1}
@@ -144,7 +145,7 @@ def test_long_prompt_threshold() -> None:
 
 @pytest.mark.parametrize(("block_size", "hits"), [(20, (1000, 980)), (16, (992, 992))])
 def test_cached_prefix(block_size: int, hits: tuple[int, int]) -> None:
-    played = play(f"cached-prefix-blocks-of-{block_size}")
+    played = example(f"cached-prefix-blocks-of-{block_size}")
     cached = [result.num_cached_tokens for result in played.results.values()]
     assert cached == [*hits, 0]
     assert given(played) == [
@@ -156,7 +157,7 @@ def test_cached_prefix(block_size: int, hits: tuple[int, int]) -> None:
 
 
 def test_preemption() -> None:
-    played = play("preemption")
+    played = example("preemption")
     preempted = {s.number: list(s.preempted) for s in played.steps if s.preempted}
     assert preempted == {2: ["D"], 5: ["C"], 13: ["B"]}
     # What each had computed when it was preempted, and computes again: B 8 + 12, C 8 + 4, D 4.
@@ -171,7 +172,7 @@ def test_preemption() -> None:
 
 
 def test_three_priorities() -> None:
-    played = play("three-priorities")
+    played = example("three-priorities")
     chats = [steps for i, steps in ttft(played).items() if i.startswith("chat")]
     assert chats == [2, 1, 1]
     cached = {i: r.num_cached_tokens for i, r in played.results.items() if i.startswith("rag")}

@@ -19,8 +19,8 @@ from scheduler.scenario import (
     Start,
     Waiting,
     Work,
-    run,
 )
+from scheduler.scenario_player import play
 
 
 def scenario(
@@ -52,7 +52,7 @@ B = ScenarioRequest(id="B", prompt=10, output=2)
 
 
 def test_who_gets_what_and_when_a_request_ends() -> None:
-    played = run(scenario(A, B))
+    played = play(scenario(A, B))
     assert given(played) == [{"A": 2, "B": 6}, {"A": 1, "B": 4}, {"A": 1, "B": 1}]
     assert [list(step.finished) for step in played.steps] == [[], [], ["A", "B"]]
     assert played.ending is Ending.COMPLETE
@@ -65,18 +65,18 @@ def test_who_gets_what_and_when_a_request_ends() -> None:
 
 
 def test_a_run_is_always_the_same() -> None:
-    assert run(scenario(A, B)) == run(scenario(A, B))
+    assert play(scenario(A, B)) == play(scenario(A, B))
 
 
 def test_kinds_of_work() -> None:
-    steps = run(scenario(A, B)).steps
+    steps = play(scenario(A, B)).steps
     assert [share.work for share in steps[1].shares.values()] == [Work.DECODE, Work.PREFILL]
     assert steps[1].shares["B"].num_computed_before == 6
     assert steps[0].starts == {"A": Start(0, resumed=False), "B": Start(0, resumed=False)}
 
 
 def test_totals_of_a_step() -> None:
-    step = run(scenario(A, B)).steps[0]
+    step = play(scenario(A, B)).steps[0]
     assert (step.num_tokens, step.budget) == (8, 8)
     assert (step.num_running, step.seats) == (2, 4)
     assert (step.blocks.used, step.blocks.total) == (3, 63)
@@ -85,24 +85,24 @@ def test_totals_of_a_step() -> None:
 class TestWaiting:
     def test_for_a_seat_and_behind_the_head(self) -> None:
         c = ScenarioRequest(id="C", prompt=2, output=1)
-        step = run(scenario(A, B, c, max_num_seqs=1)).steps[0]
+        step = play(scenario(A, B, c, max_num_seqs=1)).steps[0]
         assert step.waiting == {"B": Waiting(wait=Wait.SEAT), "C": Waiting(behind="B")}
         assert step.waiting["B"].reason == "a seat (max_num_seqs)"
         assert step.waiting["C"].reason == "behind B"
 
     def test_for_tokens(self) -> None:
         first = ScenarioRequest(id="first", prompt=8, output=1)
-        assert run(scenario(first, A)).steps[0].waiting == {"A": Waiting(wait=Wait.TOKENS)}
+        assert play(scenario(first, A)).steps[0].waiting == {"A": Waiting(wait=Wait.TOKENS)}
 
     def test_for_blocks(self) -> None:
         first = ScenarioRequest(id="first", prompt=7, output=2)
-        played = run(scenario(first, A, num_blocks=2, max_num_batched_tokens=16))
+        played = play(scenario(first, A, num_blocks=2, max_num_batched_tokens=16))
         assert played.steps[0].waiting == {"A": Waiting(wait=Wait.BLOCKS)}
 
     def test_for_an_adapter_though_others_go_on(self) -> None:
         one = ScenarioRequest(id="one", prompt=2, output=2, lora="french")
         two = ScenarioRequest(id="two", prompt=2, output=2, lora="german")
-        played = run(scenario(one, two, A, max_loras=1))
+        played = play(scenario(one, two, A, max_loras=1))
         assert given(played)[0] == {"one": 2, "A": 2}
         assert played.steps[0].waiting == {"two": Waiting(wait=Wait.LORA)}
         assert "max_loras" in played.steps[0].waiting["two"].reason
@@ -121,7 +121,7 @@ class TestPreemption:
     def played(self) -> ScenarioRun:
         a = ScenarioRequest(id="A", prompt=4, output=6)
         b = ScenarioRequest(id="B", prompt=3, output=3, arrival=2)
-        return run(scenario(a, b, num_blocks=3, caching=False))
+        return play(scenario(a, b, num_blocks=3, caching=False))
 
     def test_who_makes_way(self, played: ScenarioRun) -> None:
         # A: 4 tokens in step 0, then one a step: its second block in step 1, its third in step 5.
@@ -150,7 +150,7 @@ def test_one_that_preempts_itself_leaves_others_without_tokens() -> None:
     """As in the recorded run worked_i_self_preemption_ends_step."""
     a = ScenarioRequest(id="A", prompt=34, output=4, priority=5)
     c = ScenarioRequest(id="C", arrival=1, prompt=4, output=14, priority=0)
-    played = run(
+    played = play(
         scenario(
             *(a, c),
             num_blocks=12,
@@ -168,10 +168,10 @@ def test_one_that_preempts_itself_leaves_others_without_tokens() -> None:
 
 def test_running_requests_without_budget_are_idle() -> None:
     a, b = (ScenarioRequest(id=i, prompt=12, output=2) for i in "AB")
-    played = run(scenario(a, b, max_num_seqs=2, long_prefill_token_threshold=4))
+    played = play(scenario(a, b, max_num_seqs=2, long_prefill_token_threshold=4))
     assert given(played)[0] == {"A": 4, "B": 4}
     assert [list(step.idle) for step in played.steps] == [[]] * len(played.steps)
-    played = run(scenario(A, B, max_num_scheduled_tokens=1))
+    played = play(scenario(A, B, max_num_scheduled_tokens=1))
     assert all(step.why_idle.startswith("the budget") for step in played.steps if step.idle)
 
 
@@ -182,13 +182,13 @@ class TestPrefixes:
         one = ScenarioRequest(id="one", prompt=10, output=1, prefix=self.BOOK)
         two = ScenarioRequest(id="two", arrival=3, prompt=12, output=1, prefix=self.BOOK)
         other = ScenarioRequest(id="other", arrival=3, prompt=12, output=1)
-        played = run(scenario(one, two, other, max_num_batched_tokens=32))
+        played = play(scenario(one, two, other, max_num_batched_tokens=32))
         hits = {i: result.num_cached_tokens for i, result in played.results.items()}
         assert hits == {"one": 0, "two": 8, "other": 0}
 
     def test_what_is_cached_before_the_first_step(self) -> None:
         a = ScenarioRequest(id="A", prompt=10, output=1, prefix=self.BOOK)
-        played = run(scenario(a, cached=(CachedPrefix(prefix=self.BOOK),)))
+        played = play(scenario(a, cached=(CachedPrefix(prefix=self.BOOK),)))
         assert given(played) == [{"A": 2}]
         assert played.steps[0].starts == {"A": Start(8, resumed=False)}
         assert list(played.results) == ["A"], "what filled the cache is not shown"
@@ -200,13 +200,13 @@ class TestPrefixes:
             (CachedPrefix(prefix=self.BOOK), 0),
             (CachedPrefix(prefix=self.BOOK, **other), 8),
         ):
-            assert run(scenario(a, cached=(cached,))).results["A"].num_cached_tokens == hit
+            assert play(scenario(a, cached=(cached,))).results["A"].num_cached_tokens == hit
 
 
 class TestEndings:
     def test_refused(self) -> None:
         long = ScenarioRequest(id="long", arrival=1, prompt=65, output=1)
-        played = run(scenario(A, long))
+        played = play(scenario(A, long))
         assert "65 tokens" in played.steps[1].refused["long"]
         result = played.results["long"]
         assert (result.outcome, result.end_step) == (Outcome.REFUSED, 1)
@@ -215,7 +215,7 @@ class TestEndings:
 
     def test_aborted(self) -> None:
         a = ScenarioRequest(id="A", prompt=2, output=9, abort=2)
-        played = run(scenario(a))
+        played = play(scenario(a))
         assert list(played.steps[2].aborted) == ["A"]
         assert given(played) == [{"A": 2}, {"A": 1}, {}]
         result = played.results["A"]
@@ -223,12 +223,12 @@ class TestEndings:
 
     def test_an_abort_of_one_that_has_ended_is_nothing(self) -> None:
         a = ScenarioRequest(id="A", prompt=2, output=1, abort=1)
-        played = run(scenario(a, B))
+        played = play(scenario(a, B))
         assert not any(step.aborted for step in played.steps)
         assert played.results["A"].outcome is Outcome.FINISHED
 
     def test_the_number_of_steps_is_bounded(self) -> None:
-        played = run(scenario(A, B), max_steps=2)
+        played = play(scenario(A, B), max_steps=2)
         assert (played.ending, len(played.steps)) == (Ending.TRUNCATED, 2)
         assert played.results["A"].outcome is Outcome.UNFINISHED
 
@@ -238,22 +238,22 @@ class TestEndings:
                 super().__init__(config, cache_config)
                 self.set_pause_state(PauseState.PAUSED_ALL)
 
-        monkeypatch.setattr("scheduler.scenario.Scheduler", Paused)
+        monkeypatch.setattr("scheduler.scenario_player.Scheduler", Paused)
         late = ScenarioRequest(id="late", arrival=5, prompt=2, output=1)
-        played = run(scenario(A, late))
+        played = play(scenario(A, late))
         assert played.ending is Ending.STUCK
         assert len(played.steps) == 7, "it may go on as long as somebody is to come"
 
     def test_a_pause_in_arrivals_is_not_the_end(self) -> None:
         late = ScenarioRequest(id="late", arrival=9, prompt=2, output=1)
-        played = run(scenario(A, late))
+        played = play(scenario(A, late))
         assert (played.ending, len(played.steps)) == (Ending.COMPLETE, 10)
 
 
 def test_requests_of_a_step_arrive_in_the_order_of_the_scenario() -> None:
     ids = [f"r{number}" for number in (10, 9, 8)]  # neither the order of numbers nor of texts
     requests = [ScenarioRequest(id=i, prompt=2, output=1) for i in ids]
-    assert list(given(run(scenario(*requests, policy="priority")))[0]) == ids
+    assert list(given(play(scenario(*requests, policy="priority")))[0]) == ids
 
 
 @pytest.mark.parametrize(
