@@ -26,9 +26,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-if __name__ == "__main__":
-    del sys.path[0]  # else this file would be found in place of the package that it measures
-
 from benchmarks._result import Result, report
 from protocol import SamplingParams
 from scheduler import CacheConfig, ModelRunnerOutput, Request, Scheduler, SchedulerConfig

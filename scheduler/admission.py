@@ -54,6 +54,7 @@ class Admission:
             if self._admit_one_of(loaded):
                 break
             self._state.preempt(loaded[-1], self._step)
+            self._step.admission_ended_at = None
             ended_by = self._admit_in_order()
         for request in self._state.skipped_waiting.waiting_for(Wait.ASKED):
             self._state.skipped_waiting.put(request, Wait.CONNECTOR)
@@ -67,6 +68,7 @@ class Admission:
             if not wait.ends_admission:
                 self._pass_over(request, wait)
             elif not self._make_way_for(request, wait):
+                self._step.admission_ended_at = request.request_id
                 return wait
         return None
 
@@ -117,7 +119,7 @@ class Admission:
         if isinstance(plan, Wait):
             return plan
         num_left = request.num_tokens - plan.num_computed_tokens
-        num_new = 0 if plan.load_async else self._num_admitted(num_left)
+        num_new = 0 if plan.load_async else self._num_admitted(num_left, self._step.budget)
         if isinstance(num_new, Wait):
             return num_new
         if not self._allocate(request, plan, num_new):
@@ -158,9 +160,9 @@ class Admission:
             return Wait.PARKING
         return plan
 
-    def _num_admitted(self, num_left: int) -> int | Wait:
+    def _num_admitted(self, num_left: int, budget: int) -> int | Wait:
         """Tokens to compute now, of those left; or why none."""
-        threshold, budget = self._config.prefill_threshold, self._step.budget
+        threshold = self._config.prefill_threshold
         num_new = min(num_left, threshold) if threshold else num_left
         if num_new > budget and not self._config.enable_chunked_prefill:
             return Wait.TOKENS
@@ -232,19 +234,21 @@ class Admission:
         if self._config.max_loras is None or lora_name is None:
             return True
         if self._adapters is None:
-            scheduled = self._step.requests.values()
-            self._adapters = {r.lora_name for r in scheduled if r.lora_name is not None}
+            # All that run, not only those that compute now: one that seems to be at its end may go
+            # on, if a load that it relied on turns out to have failed.
+            running = self._state.running
+            self._adapters = {r.lora_name for r in running if r.lora_name is not None}
         return lora_name in self._adapters or len(self._adapters) < self._config.max_loras
 
     def _partial_prefill_wait(self, num_left: int) -> Wait | None:
         """Whether a prefill that is not finished in this step, with so many tokens left, may not
-        start: too many like it are in the step already.
+        start: too many like it run already, be it that this step has no tokens for them.
         """
-        config, step = self._config, self._step
+        config, num_scheduled = self._config, self._step.num_scheduled
         left = [
             request.num_prefill_tokens - request.num_computed_tokens
-            for request_id, request in step.requests.items()
-            if request.num_computed_tokens + step.num_scheduled[request_id]
+            for request in self._state.running
+            if request.num_computed_tokens + num_scheduled.get(request.request_id, 0)
             < request.num_prefill_tokens
         ]
         long = sum(number > config.prefill_threshold for number in left)
@@ -265,6 +269,8 @@ class Admission:
         if not outranked or not self._would_fit(request, outranked):
             return False
         victim = max(outranked, key=lambda r: (r.priority, r.arrival_time))
+        if wait is Wait.SEAT and not self._lacks_only_a_seat(request, victim):
+            return False  # else the victim would start over in each step, for nothing
         self._state.preempt(victim, self._step)
         self._made_way.add(victim)
         return True
@@ -274,6 +280,19 @@ class Admission:
         return running.priority > request.priority and not self._state.kv.uncomputed_are_shared(
             running, running.num_computed_tokens
         )
+
+    def _lacks_only_a_seat(self, request: Request, victim: Request) -> bool:
+        """Whether the request would start at once in the victim's place, as far as limits go."""
+        if not self._has_room_for_adapter(request.lora_name):
+            return False
+        plan = self._plan(request)
+        if isinstance(plan, Wait):
+            return False
+        if plan.load_async:
+            return True
+        budget = self._step.budget + self._step.num_scheduled.get(victim.request_id, 0)
+        num_left = max(1, request.num_tokens - plan.num_computed_tokens)
+        return budget > 0 and not isinstance(self._num_admitted(num_left, budget), Wait)
 
     def _would_fit(self, request: Request, without: Sequence[Request]) -> bool:
         kv = self._state.kv

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from msgspec import structs
+
 from protocol import (
     ConfigError,
     InvalidRequest,
@@ -72,7 +74,7 @@ _EXPECTED: dict[str, tuple[str, str]] = {
     "worked_d_chunked_off_too_long": (
         "refused: max_num_batched_tokens: must be at least max_model_len (256) when chunked "
         "prefill is off, so that the longest prompt fits into a step, not 8; "
-        "the prompt has 10 tokens, but a step without chunked prefill allows at most 8",
+        "the prompt has 10 tokens, but max_model_len allows at most 8",
         "settings and prompts that block the queue for ever are refused",
     ),
 }
@@ -352,28 +354,28 @@ def cache_config(config: TraceConfig) -> CacheConfig:
 
 def replay(trace: Trace, *, exact_blocks: bool = False) -> Difference | Refused | None:
     """The first difference, if there is one, or why the run cannot be replayed."""
-    errors: list[KvrelayError] = []
     try:
         return Replay(trace, exact_blocks=exact_blocks).first_difference()
     except ConfigError as error:
-        errors.append(error)
+        return Refused((error, *_refused_requests(trace)))
     except InvalidRequest as error:
         return Refused((error,))
-    errors.extend(_refused_requests(trace))
-    return Refused(tuple(errors))
 
 
 def _refused_requests(trace: Trace) -> Iterator[KvrelayError]:
-    """What would have been refused if the settings had not been."""
+    """What is refused as well if the longest request is what a step can take in one piece."""
     config = trace.config
-    if config.enable_chunked_prefill or config.long_prefill_token_threshold:
-        return
-    limit = config.max_num_scheduled_tokens or config.max_num_batched_tokens
+    budget = config.max_num_scheduled_tokens or config.max_num_batched_tokens
+    longest = min(config.max_model_len, budget)
+    try:
+        scheduler = Replay(Trace(structs.replace(config, max_model_len=longest), [])).scheduler
+    except ConfigError:
+        return  # something else is wrong with the settings
     for added in (added for step in trace.steps for added in step.add):
-        if len(added.prompt_token_ids) > limit:
-            yield PromptTooLong(
-                "prompt", len(added.prompt_token_ids), limit, "a step without chunked prefill"
-            )
+        try:
+            scheduler.check_fits(len(added.prompt_token_ids) + len(added.forced_token_ids))
+        except PromptTooLong as error:
+            yield error
 
 
 def load(path: Path) -> Trace:

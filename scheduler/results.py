@@ -6,26 +6,13 @@ In this order: blocks that could not be loaded, tokens that were sampled, transf
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
 
 from protocol import KVConnectorOutput
-from scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
-from scheduler.queue import Wait
+from scheduler.failed_loads import FailedLoads
+from scheduler.output import ModelRunnerOutput, RequestUpdate
 from scheduler.request import Request, RequestStatus
 from scheduler.state import Hold, SchedulerState
-
-
-@dataclass
-class StepInFlight:
-    """A step that the runner has, and whose results are not known yet.
-
-    It names requests by identity: an id may be used again while the step runs.
-    """
-
-    output: SchedulerOutput
-    requests: list[Request]
-    void: set[Request] = field(default_factory=set)  # whose results do not count
+from scheduler.step_in_flight import StepInFlight
 
 
 class Results:
@@ -37,13 +24,13 @@ class Results:
         self._state = state
         self._step = step
         self._later = later  # steps that were planned since
-        self._block_size = state.kv.config.block_size
 
     def apply(self, output: ModelRunnerOutput) -> list[RequestUpdate]:
         transfers = output.kv_connector_output
         failed: list[Request] = []
         if transfers is not None and transfers.invalid_block_ids:
-            failed = self._cut_loads(transfers.invalid_block_ids)
+            steps = (self._step, *self._later)
+            failed = FailedLoads(self._state, steps).cut(transfers.invalid_block_ids)
         updates = self._append_sampled(output.sampled_token_ids)
         if any(update.finished for update in updates):
             self._state.running = [r for r in self._state.running if not r.status.finished]
@@ -98,87 +85,6 @@ class Results:
                 return status
         return None
 
-    # ------------------------------------------------------------------ loads that failed
-
-    def _cut_loads(self, invalid: frozenset[int]) -> list[Request]:
-        """Requests that rely on these blocks have computed nothing from the first of them on.
-
-        A request that was loading while it ran has computed, and sampled, from what is not there.
-        """
-        state = self._state
-        loading = state.skipped_waiting.waiting_for(Wait.REMOTE_KVS)
-        waiting_or_running = [*loading, *state.loaded(), *state.running]
-        cut = [request for request in waiting_or_running if self._cut(request, invalid)]
-        for request in state.held():
-            index = _first_of(invalid, request.block_ids)
-            if index is not None:
-                state.kv.forget_uncomputed(request, index * self._block_size)
-        self._forget_given_up(invalid)
-        return cut
-
-    def _cut(self, request: Request, invalid: frozenset[int]) -> bool:
-        """Take back what the request computed from these blocks; whether it relied on any."""
-        index = _first_of(invalid, request.block_ids)
-        if index is None or index * self._block_size >= self._num_computed_then(request):
-            return False  # it got the block since, after another one had given it up
-        self._state.kv.forget_uncomputed(request, index * self._block_size)
-        request.num_computed_tokens = index * self._block_size
-        if request.status is RequestStatus.RUNNING:
-            self._drop_results(request)
-        elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            self._state.failed_loads.add(request.request_id)
-        return True
-
-    def _num_computed_then(self, request: Request) -> int:
-        """Without the steps that were planned since."""
-        since = (
-            step.output.num_scheduled_tokens[request.request_id]
-            for step in self._later
-            if request in step.requests
-        )
-        return request.num_computed_tokens - sum(since)
-
-    def _forget_given_up(self, invalid: frozenset[int]) -> None:
-        """Requests that lost their blocks while the step ran leave nothing in the cache.
-
-        What was sampled for those that have to start over does not count either.
-        """
-        for request, table, num_computed in self._admitted():
-            index = _first_of(invalid, table)
-            if index is None or index * self._block_size >= num_computed:
-                continue
-            self._state.kv.pool.forget_unused(table[index:])
-            if request.status is RequestStatus.PREEMPTED:
-                self._drop_results(request)
-
-    def _admitted(self) -> Iterator[tuple[Request, Sequence[int], int]]:
-        """Who was admitted in the steps in flight: with which blocks, and how much was there."""
-        steps = (self._step, *self._later)
-        for number, step in enumerate(steps):
-            output = step.output
-            told = {
-                data.request_id: data
-                for data in (*output.scheduled_new_reqs, *output.scheduled_resumed_reqs)
-            }
-            for request in step.requests:
-                data = told.get(request.request_id)
-                if data is not None:
-                    appended = (
-                        diff.new_block_ids
-                        for later in steps[number + 1 :]
-                        if request in later.requests
-                        for diff in later.output.scheduled_cached_reqs
-                        if diff.request_id == request.request_id
-                    )
-                    table = [*data.block_ids, *chain.from_iterable(appended)]
-                    yield request, table, data.num_computed_tokens
-
-    def _drop_results(self, request: Request) -> None:
-        request.num_output_placeholders = 0
-        request.spec_token_ids = ()
-        for step in (self._step, *self._later):
-            step.void.add(request)
-
     # ------------------------------------------------------------------ transfers
 
     def _end_transfers(self, output: KVConnectorOutput) -> Iterator[RequestUpdate]:
@@ -205,8 +111,3 @@ class Results:
         state.leave_queue(request)
         state.finish(request, status)
         return RequestUpdate(request, (), len(request.output_token_ids), True)
-
-
-def _first_of(invalid: frozenset[int], table: Sequence[int]) -> int | None:
-    """Index of the first of these blocks in a block table."""
-    return next((index for index, block_id in enumerate(table) if block_id in invalid), None)

@@ -48,7 +48,7 @@ class RunningPass:
             num_new = config.prefill_threshold
         if request.spec_token_ids:  # no draft may take the place of the last token
             num_known = request.num_tokens + num_in_flight
-            num_new = min(num_new, max(config.max_model_len - 1, num_known) - num_computed)
+            num_new = min(num_new, max(self._state.max_len - 1, num_known) - num_computed)
         return min(num_new, self._step.budget)
 
     def _append_or_preempt(self, request: Request, num_new: int) -> Sequence[int] | None:
@@ -68,7 +68,11 @@ class RunningPass:
 
     def _choose_victim(self) -> Request:
         if self._state.config.policy == "priority":
-            return max(self._state.running, key=lambda r: (r.priority, r.arrival_time))
+            # Of equals the one that had to give way before does so again: else two that fill the
+            # pool could take each other's blocks for ever.
+            return max(
+                self._state.running, key=lambda r: (r.priority, r.arrival_time, r.num_preemptions)
+            )
         return self._state.running[-1]
 
     def _take_from_loaded(self) -> bool:

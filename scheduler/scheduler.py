@@ -37,11 +37,12 @@ from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
 from scheduler.queue import RequestQueue, SkippedQueue, Wait
 from scheduler.request import Request, RequestStatus
-from scheduler.results import Results, StepInFlight
+from scheduler.results import Results
 from scheduler.running import RunningPass
 from scheduler.state import PauseState, SchedulerState
 from scheduler.stats import SchedulerStats
 from scheduler.step import Step
+from scheduler.step_in_flight import StepInFlight
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -89,9 +90,7 @@ class Scheduler:
             (self.config.max_model_len, "max_model_len"),
             (self.kv.config.num_usable_tokens, "the KV cache of this node"),
         ]
-        if not self.config.enable_chunked_prefill and not self.config.prefill_threshold:
-            limits.append((self.config.token_budget, "a step without chunked prefill"))
-        limit, what = min(limits)
+        limit, what = min(limits, key=lambda entry: entry[0])
         if num_tokens > limit:
             raise PromptTooLong("prompt", num_tokens, limit, what)
 

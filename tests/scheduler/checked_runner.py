@@ -335,7 +335,9 @@ class CheckedRunner:
         for p in range(start, end):
             right = p < num_right and not wrong
             self.kv.write(known.table, p, known.contents[p] if right else _GARBAGE)
-        for p in range(end, min(end + self._num_lookahead, len(known.table) * self.kv.block_size)):
+        # A draft model writes beyond the tokens that there are.
+        last = min(end + self._num_lookahead, len(known.table) * self.kv.block_size)
+        for p in range(max(end, num_known), last):
             self.kv.write(known.table, p, _GARBAGE)
         known.num_computed = num_right
         return tokens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protocol import ConfigError, PromptTooLong
-from scheduler import CacheConfig, RequestStatus
+from protocol import PromptTooLong
+from scheduler import RequestStatus
 from tests.scheduler.small_scheduler import RemotePrefill, make, request, run
 
 
@@ -137,23 +137,3 @@ class TestRefusals:
     def test_a_prompt_beyond_the_pool(self) -> None:
         with pytest.raises(PromptTooLong, match="at most 40"):
             make(num_blocks=10).add_request(request("a", 41))
-
-    @pytest.mark.parametrize(
-        ("field", "values"),
-        [
-            ("max_num_seqs", {"max_num_seqs": 0}),
-            ("max_num_batched_tokens", {"max_num_batched_tokens": 3}),
-            ("max_model_len", {"max_model_len": 0}),
-            ("policy", {"policy": "lottery"}),
-            ("long_prefill_token_threshold", {"long_prefill_token_threshold": 65}),
-            ("max_num_batched_tokens", {"enable_chunked_prefill": False}),
-        ],
-    )
-    def test_settings_that_cannot_work(self, field: str, values: dict[str, object]) -> None:
-        with pytest.raises(ConfigError) as error:
-            make(**values)  # type: ignore[arg-type]
-        assert error.value.field == field
-
-    def test_a_block_that_is_no_multiple_of_the_hash_unit(self) -> None:
-        with pytest.raises(ConfigError, match="multiple of 16"):
-            CacheConfig(num_blocks=10, block_size=24)
