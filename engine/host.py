@@ -149,13 +149,18 @@ class EngineHost:
         self._commands.append(command)
         self._activity.set()
 
-    def submit(self, job: JobT, accept: Callable[[JobT], None]) -> None:
+    def submit(
+        self, job: JobT, accept: Callable[[JobT], None], *, min_tokens: int | None = None
+    ) -> None:
         """Take the job, and `accept` it on the engine's thread between two steps.
+
+        `min_tokens`: of its output that this node has to make, if not all.
 
         Raises:
             NodeLost: the node does not run any more.
             Overloaded: too many jobs are here already, or the node drains.
             PromptTooLong: it could never be computed here.
+            InvalidRequest: nor could as many output tokens as it must have.
         """
         self._check_runs()
         if self._draining:
@@ -165,7 +170,12 @@ class EngineHost:
                 f"node {self.info.node_id} has {self._max_jobs} requests already", retry_after_s=1.0
             )
         num_tokens = len(job.request.prompt_token_ids) + len(job.emitted)
-        self.engine.scheduler.check_fits(num_tokens)
+        request = job.request
+        self.engine.scheduler.check_fits(
+            len(request.prompt_token_ids),
+            len(job.emitted),
+            request.sampling.min_tokens if min_tokens is None else min_tokens,
+        )
         self._pending[str(job.ticket)] = num_tokens
         self.post(lambda: accept(job))
 

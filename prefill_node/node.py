@@ -124,4 +124,4 @@ class LocalPrefillNode(LocalNode):
 
     async def prefill(self, job: PrefillJob) -> None:
         """Raises NodeLost, Overloaded or PromptTooLong, as `EngineHost.submit` does."""
-        self.host.submit(job, self._role.accept)
+        self.host.submit(job, self._role.accept, min_tokens=0)  # it ends with its next token

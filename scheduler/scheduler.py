@@ -76,27 +76,28 @@ class Scheduler:
         """
         state = self._state
         assert request.request_id not in state.requests, f"{request.request_id} is here already"
-        self.check_fits(request.num_tokens)
-        self._check_min_tokens(request)
+        num_forced, min_tokens = request.num_forced_tokens, request.sampling.min_tokens
+        self.check_fits(request.num_prompt_tokens, num_forced, min_tokens)
         state.requests[request.request_id] = request
         if request.status is RequestStatus.WAITING:
             state.waiting.add(request)
         else:
             state.skipped_waiting.put(request, Wait.GRAMMAR)
 
-    def check_fits(self, num_tokens: int) -> None:
-        """Raise PromptTooLong if so many tokens given at once can never be computed here."""
+    def check_fits(
+        self, num_prompt_tokens: int, num_forced_tokens: int = 0, min_tokens: int = 0
+    ) -> None:
+        """Raise what `add_request` would raise for such a request."""
         limits = [
             (self.config.max_model_len, "max_model_len"),
             (self.kv.config.num_usable_tokens, "the KV cache of this node"),
         ]
         limit, what = min(limits, key=lambda entry: entry[0])
-        if num_tokens > limit:
-            raise PromptTooLong("prompt", num_tokens, limit, what)
-
-    def _check_min_tokens(self, request: Request) -> None:
-        room, wanted = self._state.max_len - request.num_prompt_tokens, request.sampling.min_tokens
-        if wanted > room:
+        if num_prompt_tokens + num_forced_tokens > limit:
+            raise PromptTooLong("prompt", num_prompt_tokens + num_forced_tokens, limit, what)
+        room = self._state.max_len - num_prompt_tokens
+        # A request whose prompt takes all the room gets one token nevertheless.
+        if min_tokens > max(room, 1):
             raise InvalidRequest("min_tokens", f"must be at most {room} after this prompt")
 
     def grammar_ready(self, request_id: str) -> None:

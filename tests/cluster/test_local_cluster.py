@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol import PromptTooLong, SamplingParams
+from protocol import InvalidRequest, PromptTooLong, SamplingParams
 from tests.hash_cluster import HashCluster, read, until
 from tests.hash_model import expected_tokens, prompt_of
 
@@ -115,6 +115,15 @@ async def test_a_prompt_that_fits_nowhere_is_refused() -> None:
             await cluster.submit(prompt_of(161), SamplingParams(max_tokens=2))
         with pytest.raises(PromptTooLong):
             await cluster.submit(prompt_of(512), SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize("shape", [{}, {"unified": True}])
+async def test_more_output_than_there_is_room_for_is_refused(shape: dict[str, bool]) -> None:
+    async with HashCluster(num_blocks=10, **shape).running() as cluster:  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="min_tokens|at most 60 "):
+            await cluster.submit(prompt_of(100), SamplingParams(max_tokens=90, min_tokens=61))
+        fits = SamplingParams(max_tokens=90, min_tokens=60)
+        assert len(await cluster.generate(prompt_of(100), fits)) == 60
 
 
 async def test_preempted_requests_give_the_same_tokens() -> None:
