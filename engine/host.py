@@ -40,17 +40,26 @@ from protocol import (
     NodeStatus,
     OutputBatch,
     Overloaded,
+    PauseMode,
     TransferCounts,
 )
-from scheduler import Request, RequestStatus, RequestUpdate, SchedulerOutput
+from scheduler import PauseState, Request, RequestStatus, RequestUpdate, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
 JobT = TypeVar("JobT", bound=Job)
+AnswerT = TypeVar("AnswerT")
 
 HEARTBEAT_S = 1.0  # an idle node tells that often that it lives
 STOP_TIMEOUT_S = 30.0
 _MAX_JOBS = 4096
+
+_PAUSE_STATES = {
+    None: PauseState.UNPAUSED,
+    PauseMode.WAIT: PauseState.PAUSED_NEW,
+    PauseMode.KEEP: PauseState.PAUSED_ALL,
+}
+_PAUSE_MODES = {state: mode for mode, state in _PAUSE_STATES.items()}
 
 
 class RolePolicy(Protocol):
@@ -197,7 +206,21 @@ class EngineHost:
             await drained.wait()  # as long as the jobs take; whoever cannot wait stops the node
 
     async def snapshot(self) -> CacheSnapshot:
-        """What can be hit now, as of a number in the sequence of block events.
+        """What can be hit now, as of a number in the sequence of block events."""
+        return await self._ask(self._take_snapshot)
+
+    async def pause(self, mode: PauseMode | None) -> None:
+        """From the next step on, until None comes. Jobs may come and go meanwhile."""
+        state = _PAUSE_STATES[mode]
+        await self._ask(lambda: self.engine.scheduler.set_pause_state(state))
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+        """As `Scheduler.reset_prefix_cache`."""
+        reset = self.engine.scheduler.reset_prefix_cache
+        return await self._ask(partial(reset, reset_running_requests=reset_running_requests))
+
+    async def _ask(self, question: Callable[[], AnswerT]) -> AnswerT:
+        """Have this answered by the engine's thread, between two steps.
 
         Raises:
             NodeLost: the node does not run any more.
@@ -205,13 +228,13 @@ class EngineHost:
         """
         self._check_runs()
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[CacheSnapshot] = loop.create_future()
+        done: asyncio.Future[AnswerT] = loop.create_future()
 
-        def answer(snapshot: CacheSnapshot) -> None:
+        def answer(value: AnswerT) -> None:
             if not done.done():  # else nobody waits any more
-                done.set_result(snapshot)
+                done.set_result(value)
 
-        self.post(lambda: _call_soon(loop, partial(answer, self._take_snapshot())))
+        self.post(lambda: _call_soon(loop, partial(answer, question())))
         async with asyncio.timeout(STOP_TIMEOUT_S):
             return await done
 
@@ -424,6 +447,7 @@ class EngineHost:
             num_prompt_tokens_recomputed=stats.prompt_recomputed,
             num_generated_tokens=stats.generated,
             num_steps=stats.num_steps,
+            paused=_PAUSE_MODES[scheduler.pause_state],
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from engine.host import EngineHost, RolePolicy
-from protocol import CacheSnapshot, NodeInfo, NodeStatus, OutputBatch
+from protocol import CacheSnapshot, NodeInfo, NodeStatus, OutputBatch, PauseMode
 
 
 class LocalNode:
@@ -40,6 +40,15 @@ class LocalNode:
 
     async def snapshot(self) -> CacheSnapshot:
         return await self.host.snapshot()
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self.host.pause(mode)
+
+    async def resume(self) -> None:
+        await self.host.pause(None)
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        return await self.host.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
     def outputs(self, caller: str) -> AsyncIterator[OutputBatch]:
         return self.host.outputs(caller)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from gateway.live_requests import LiveRequests
 from gateway.request_scope import RequestScope
 from gateway.responses import ChatFormat, CompletionFormat
 from gateway.served_model import ServedModel
-from protocol import Backend, ModelNotFound
+from protocol import Backend, InvalidRequest, ModelNotFound, PauseMode
 from telemetry import Metrics
 
 
@@ -112,6 +112,21 @@ def _cluster_routes(backend: Backend) -> APIRouter:
     async def cluster_status() -> Response:
         return _json(cluster(await backend.status()))
 
+    @router.post("/pause")
+    async def pause(request: Request) -> Response:
+        mode = _choice(request, "mode", tuple(PauseMode), PauseMode.KEEP)
+        return _json({"nodes": await backend.pause(PauseMode(mode))})
+
+    @router.post("/resume")
+    async def resume() -> Response:
+        return _json({"nodes": await backend.resume()})
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request) -> Response:
+        running = _choice(request, "reset_running_requests", ("true", "false"), "false")
+        done = await backend.reset_prefix_cache(reset_running_requests=running == "true")
+        return _json({"nodes": done})
+
     return router
 
 
@@ -130,6 +145,14 @@ def _open_routes(backend: Backend, metrics: Metrics) -> APIRouter:
         return Response(metrics.exposition(status), media_type=metrics.content_type)
 
     return router
+
+
+def _choice(request: Request, name: str, values: Sequence[str], default: str) -> str:
+    """A parameter of the query. Raises InvalidRequest: it is none of these values."""
+    value = request.query_params.get(name, default)
+    if value not in values:
+        raise InvalidRequest(name, f"must be {' or '.join(values)}, not {value!r}")
+    return value
 
 
 def _json(value: Any, status: int = 200) -> Response:

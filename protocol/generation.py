@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from protocol.messages import FinishReason
-from protocol.nodes import NodeInfo, NodeStatus
+from protocol.nodes import NodeInfo, NodeStatus, PauseMode
 from protocol.request import GenerationRequest
 from protocol.timeline import Timeline
 
@@ -73,3 +73,12 @@ class Backend(Protocol):
         """
 
     async def status(self) -> ClusterStatus: ...
+
+    async def pause(self, mode: PauseMode) -> dict[str, bool]:
+        """Pause all nodes; whether each of them is paused now."""
+
+    async def resume(self) -> dict[str, bool]:
+        """Let all nodes go on; whether each of them does."""
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> dict[str, bool]:
+        """Forget what can be hit on all nodes; whether each of them has."""

@@ -22,6 +22,13 @@ class Role(enum.StrEnum):
     UNIFIED = "unified"
 
 
+class PauseMode(enum.StrEnum):
+    """What a paused node still does."""
+
+    WAIT = "wait"  # running requests go on, nobody is admitted
+    KEEP = "keep"  # nothing is computed, everything stays where it is
+
+
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change while a node lives."""
 
@@ -87,6 +94,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens_recomputed: int  # computed again after a preemption
     num_generated_tokens: int
     num_steps: int
+    paused: PauseMode | None = None
 
 
 class Node(Protocol):
@@ -104,6 +112,18 @@ class Node(Protocol):
         """Refuse new jobs and return when the ones under way have ended."""
 
     async def snapshot(self) -> CacheSnapshot: ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when it is so; a step that runs already is computed to its end."""
+
+    async def resume(self) -> None:
+        """Go on, if the node is paused."""
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget everything that can be hit; False, and nothing is forgotten, if blocks are in use.
+
+        With `reset_running_requests` those that run start over, and keep their tokens.
+        """
 
     def outputs(self, caller: str) -> AsyncIterator[OutputBatch]:
         """The stream of all deltas of `caller`'s requests. It ends when the node does."""

@@ -31,6 +31,7 @@ from protocol import (
     NodeReport,
     NodeStatus,
     NoHealthyNode,
+    PauseMode,
     PrefillJob,
     PrefillNode,
     RequestFailed,
@@ -146,6 +147,44 @@ class Dispatcher:
         except (TimeoutError, KvrelayError) as error:
             logger.warning("no status of %s: %r", node.info.node_id, error)
         return NodeReport(node.info, status)
+
+    async def pause(self, mode: PauseMode) -> dict[str, bool]:
+        """Pause all nodes; whether each of them is paused now."""
+
+        async def pause(node: Node) -> bool:
+            await node.pause(mode)
+            return True
+
+        return await self._tell_all(pause)
+
+    async def resume(self) -> dict[str, bool]:
+        """Let all nodes go on; whether each of them does."""
+
+        async def resume(node: Node) -> bool:
+            await node.resume()
+            return True
+
+        return await self._tell_all(resume)
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> dict[str, bool]:
+        """Forget what can be hit on all nodes; whether each of them has."""
+        return await self._tell_all(
+            lambda node: node.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        )
+
+    async def _tell_all(self, tell: Callable[[Node], Awaitable[bool]]) -> dict[str, bool]:
+        """By node id; False for a node that is lost or takes too long."""
+
+        async def one(node: Node) -> bool:
+            try:
+                async with asyncio.timeout(_CALL_TIMEOUT_S):
+                    return await tell(node)
+            except (TimeoutError, KvrelayError) as error:
+                logger.warning("%s does not answer: %r", node.info.node_id, error)
+                return False
+
+        answers = await asyncio.gather(*map(one, self._nodes.values()))
+        return dict(zip(self._nodes, answers, strict=True))
 
     # ------------------------------------------------------------------ an attempt
 

@@ -120,7 +120,7 @@ async def test_a_prompt_that_fits_nowhere_is_refused() -> None:
 @pytest.mark.parametrize("shape", [{}, {"unified": True}])
 async def test_more_output_than_there_is_room_for_is_refused(shape: dict[str, bool]) -> None:
     async with HashCluster(num_blocks=10, **shape).running() as cluster:  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequest, match="min_tokens|at most 60 "):
+        with pytest.raises(InvalidRequest, match=r"at most 60 "):
             await cluster.submit(prompt_of(100), SamplingParams(max_tokens=90, min_tokens=61))
         fits = SamplingParams(max_tokens=90, min_tokens=60)
         assert len(await cluster.generate(prompt_of(100), fits)) == 60

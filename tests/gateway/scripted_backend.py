@@ -14,6 +14,7 @@ from protocol import (
     FinishReason,
     GenerationRequest,
     KvrelayError,
+    PauseMode,
     RequestAborted,
     SamplingParams,
     Timeline,
@@ -95,6 +96,7 @@ class ScriptedBackend:
             nodes=(), num_requests=0, decisions={}, retries={}, rejected={}
         )
         self.streams: list[ScriptedStream] = []
+        self.orders: list[str] = []  # to the whole cluster
 
     @property
     def requests(self) -> list[GenerationRequest]:
@@ -110,6 +112,19 @@ class ScriptedBackend:
 
     async def status(self) -> ClusterStatus:
         return self._status
+
+    async def pause(self, mode: PauseMode) -> dict[str, bool]:
+        return self._note(f"pause {mode}")
+
+    async def resume(self) -> dict[str, bool]:
+        return self._note("resume")
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> dict[str, bool]:
+        return self._note(f"reset {reset_running_requests}")
+
+    def _note(self, order: str) -> dict[str, bool]:
+        self.orders.append(order)
+        return {report.info.node_id: report.status is not None for report in self._status.nodes}
 
     def assert_nothing_left(self) -> None:
         """Every stream that was started has been closed or has said everything."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway import GatewayConfig
 from protocol import Role
 from tests.gateway.gateway_under_test import Gateway
 from tests.gateway.scripted_backend import ScriptedBackend
@@ -88,3 +89,49 @@ async def test_metrics(tmp_path: Path) -> None:
     assert node is not None
     line = f'kvrelay_kv_transfer_blocks_total{{node="p0",role="prefill"}} {node.transfers.blocks}.0'
     assert line in response.text.splitlines()
+
+
+async def test_pause_resume_and_reset(tmp_path: Path) -> None:
+    """Each node answers for itself."""
+    gateway = gateway_with(
+        tmp_path, NodeSketch("u0", UNIFIED), NodeSketch("u1", UNIFIED, answers=False)
+    )
+    both = {"nodes": {"u0": True, "u1": False}}
+    async with gateway.client() as client:
+        for path in (
+            "/pause",
+            "/pause?mode=wait",
+            "/resume",
+            "/reset_prefix_cache",
+            "/reset_prefix_cache?reset_running_requests=true",
+        ):
+            response = await client.post(path)
+            assert (response.status_code, response.json()) == (200, both), path
+    assert gateway.backend.orders == [
+        "pause keep",
+        "pause wait",
+        "resume",
+        "reset False",
+        "reset True",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/pause?mode=stop", "mode"), ("/reset_prefix_cache?reset_running_requests=1", "reset_")],
+)
+async def test_orders_that_mean_nothing(tmp_path: Path, path: str, field: str) -> None:
+    gateway = gateway_with(tmp_path, NodeSketch("u", UNIFIED))
+    async with gateway.client() as client:
+        response = await client.post(path)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith(field)
+    assert gateway.backend.orders == []
+
+
+async def test_orders_need_a_key(tmp_path: Path) -> None:
+    gateway = Gateway(ScriptedBackend(), tmp_path, GatewayConfig(api_keys=("sk-a-key",)))
+    async with gateway.client() as client:
+        for path in ("/pause", "/resume", "/reset_prefix_cache"):
+            assert (await client.post(path)).status_code == 401
+    assert gateway.backend.orders == []

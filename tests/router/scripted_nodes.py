@@ -20,6 +20,7 @@ from protocol import (
     NodeLost,
     NodeStatus,
     OutputBatch,
+    PauseMode,
     PrefillJob,
     Role,
     SamplingParams,
@@ -50,6 +51,7 @@ class ScriptedNode:
         self.info: NodeInfo = make_info(node_id, role)
         self.jobs: list[Job] = []  # taken
         self.cancelled: list[str] = []
+        self.orders: list[str] = []
         self.refuse: KvrelayError | None = None  # raised instead of taking a job
         self.answers = asyncio.Event()  # jobs are taken or refused while this is set
         self.cancels = asyncio.Event()  # and this lets cancellations through
@@ -89,6 +91,21 @@ class ScriptedNode:
 
     async def snapshot(self) -> CacheSnapshot:
         return CacheSnapshot(self.info.node_id, 0, (), ())
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._note(f"pause {mode}")
+
+    async def resume(self) -> None:
+        self._note("resume")
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        self._note(f"reset {reset_running_requests}")
+        return not self.jobs  # whose blocks are in use
+
+    def _note(self, order: str) -> None:
+        if self._lost:
+            raise NodeLost(f"node {self.info.node_id} is down")
+        self.orders.append(order)
 
     async def outputs(self, caller: str) -> AsyncIterator[OutputBatch]:
         stream: asyncio.Queue[OutputBatch | None] = asyncio.Queue()

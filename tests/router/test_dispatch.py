@@ -15,6 +15,7 @@ from protocol import (
     NodeLost,
     NoHealthyNode,
     Overloaded,
+    PauseMode,
     PrefillJob,
     PromptTooLong,
     RequestAborted,
@@ -918,3 +919,17 @@ async def test_random_failures_leave_right_tokens_and_nothing_else(
     assert outcomes.count("done") > 100
     assert (await cluster.dispatcher.status()).retries["node_lost"] > 20
     assert "left" in outcomes
+
+
+async def test_orders_to_all_nodes_say_who_is_lost() -> None:
+    async with ScriptedCluster().running() as cluster:
+        nodes = [*cluster.prefill, *cluster.decode]
+        nodes[0].lose()
+        for give in (
+            cluster.dispatcher.pause(PauseMode.WAIT),
+            cluster.dispatcher.resume(),
+            cluster.dispatcher.reset_prefix_cache(reset_running_requests=True),
+        ):
+            answers = await give
+            assert answers == {n.info.node_id: n is not nodes[0] for n in nodes}
+        assert nodes[1].orders == ["pause wait", "resume", "reset True"]

@@ -216,6 +216,12 @@ class Life:
         prompt = list(rng.choice(self.prefixes)[:length])
         num_shared = rng.randint(0, length) if rng.random() < 0.7 else length
         prompt[num_shared:] = [rng.randrange(10, 1000) for _ in prompt[num_shared:]]
+        if self.born and rng.random() < 0.3:  # a conversation goes on
+            older = rng.choice(self.born)
+            said = list(older.all_token_ids[: older.num_prompt_tokens])
+            said = [*said, *self.expected[older.sampling.seed].output]
+            prompt = [*said, *prompt[:4]][: self.max_len - 1]
+            length = len(prompt)
         num_forced = 0
         if rng.random() < 0.2 and length + 3 < self.max_len:
             num_forced = next((n for n in (2, 1) if self._may_force(number, n)), 0)
@@ -417,6 +423,7 @@ class Life:
         told_ids = Counter(data.request_id for data in told)
         told_ids.update(data.request_id for data in scheduled.scheduled_cached_reqs)
         assert told_ids == Counter(counts.keys())
+        assert scheduled.scheduled_spec_tokens.keys() <= counts.keys()
         running = {r.request_id for r in self.scheduler.running}
         assert running >= counts.keys()
         stopped = {r.request_id for r in before} - running

@@ -99,7 +99,7 @@ class BlockTables(RuleBasedStateMachine):
         self.pool: BlockPool = self.kv.pool
         self.oracle = Oracle(config.block_size)
         self.known: dict[bytes, bytes | None] = {}  # to somebody who hears of all changes
-        self.number = 0
+        self.seen: list[Request] = []  # those that are gone, too
 
     def _one(self, number: int) -> Request:
         requests = list(self.oracle.tables)
@@ -134,19 +134,19 @@ class BlockTables(RuleBasedStateMachine):
         whole: bool,
         delay: bool,
     ) -> None:
-        if share and self._any:  # most prompts begin like one that is here
-            older = self._one(share)
+        if share and self.seen:  # most prompts begin like an earlier one
+            older = self.seen[-share % len(self.seen)]
             tokens = [*older.all_token_ids[: len(tokens)], *tokens][:MAX_LEN]
             lora, salt = older.lora_name, older.cache_salt
-        self.number += 1
         request = Request(
-            f"r{self.number}",
+            f"r{len(self.seen)}",
             tokens,
             SamplingParams(),
             lora_name=lora,
             cache_salt=salt,
             hash_block_size=HASH_BLOCK,
         )
+        self.seen.append(request)
         prefix = self.kv.find_prefix(request)
         wanted = self.oracle.find(request, drop_last=self.eagle) if self.caching else []
         assert list(prefix) == wanted
@@ -335,6 +335,31 @@ def test_a_duplicate_takes_the_place_of_the_one_that_was_hit() -> None:
     pool.release([second])
     pool.take(1)
     assert pool.take_events() == [BlockRemoved((b"a",))]
+
+
+def test_of_several_duplicates_the_oldest_is_hit() -> None:
+    pool = make_pool(3)
+    blocks = pool.take(3)
+    for block_id in blocks:
+        pool.remember([block_id], [b"a"], None)
+    pool.forget(blocks[0])
+    assert pool.find_chain([b"a"]) == [blocks[1]]
+
+
+def test_a_prefix_that_nobody_uses_is_no_room_for_what_follows_it() -> None:
+    kv = KVCacheManager(CacheConfig(num_blocks=4, block_size=2, hash_block_size=2), MAX_LEN)
+
+    def one(name: str, num_tokens: int) -> Request:
+        return Request(name, range(num_tokens), SamplingParams(), hash_block_size=2)
+
+    first, second, third = one("a", 4), one("b", 8), one("c", 6)
+    assert kv.allocate_slots(first, 4)
+    kv.free(first)
+    prefix = kv.find_prefix(second)
+    assert len(prefix) == 2
+    assert not kv.allocate_slots(second, 4, prefix=prefix)  # one block is left for two
+    assert kv.allocate_slots(third, 2, prefix=prefix)
+    assert third.block_ids[:2] == list(prefix)
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_root() -> None:

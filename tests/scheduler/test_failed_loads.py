@@ -95,9 +95,10 @@ class TestAtOnce:
         invalid = table(scheduler, "a")[1:2]
         abort(scheduler, "a")
         finish(scheduler, steps[0], {"a": [7]}, invalid=invalid)
-        add(scheduler, request("b", 14, prompt_of="p"))
+        add(scheduler, request("b", 14, prompt_of="p"), request("c", 14, prompt_of="p"))
         step = scheduler.schedule()
-        assert told(step, "b") == 4
+        assert (told(step, "b"), told(step, "c")) == (4, 12)
+        assert table(scheduler, "c")[:3] == table(scheduler, "b")[:3]
 
     def test_the_token_of_one_that_has_to_start_over_is_dropped(self) -> None:
         scheduler = make(20, RemotePrefill(at_once={"a": 8}))

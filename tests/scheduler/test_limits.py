@@ -244,3 +244,15 @@ class TestPriority:
         add(scheduler, request("a", 12, 4), request("b", 12, 4))
         run_out(scheduler, 80)
         assert running(scheduler) == []
+
+    def test_a_victim_in_front_costs_nobody_a_turn(self) -> None:
+        scheduler = make(6, policy="priority")
+        add(scheduler, request("idle", 8, priority=2))
+        run(scheduler)
+        add(scheduler, request("urgent", 8, priority=0), request("mild", 3, priority=1))
+        run(scheduler)
+        assert running(scheduler) == ["idle", "urgent", "mild"]
+        step, _ = run(scheduler)
+        assert step.preempted_req_ids == ["idle"]
+        assert list(step.num_scheduled_tokens) == ["urgent", "mild"]
+        run_out(scheduler)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from protocol import (
     BlockCounts,
@@ -53,7 +54,7 @@ def _report(sketch: NodeSketch, numbers: "count[int]") -> NodeReport:
 
 
 def _status(sketch: NodeSketch, numbers: "count[int]") -> NodeStatus:
-    def some(*names: str) -> dict[str, int]:
+    def some(*names: str) -> dict[str, Any]:
         return {name: next(numbers) for name in names}
 
     blocks = some("free", "cached", "used", "quarantined")
