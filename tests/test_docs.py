@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.cluster_view import cluster
 from protocol import Role
 from scheduler import CacheConfig, SchedulerConfig
 from telemetry import Metrics
@@ -61,5 +62,20 @@ def test_each_metric_is_exported() -> None:
     exported = metrics.exposition(status).decode()
     named = set(_METRIC.findall(SCHEDULER_PAGE))
     assert len(named) > 8
-    for name in named:
-        assert re.search(rf"^# TYPE {name.removesuffix('_total')}(_total)? ", exported, re.M), name
+    assert named <= set(re.findall(r"^# TYPE (\w+) ", exported, re.MULTILINE))
+
+
+def test_each_field_of_the_cluster_is_there() -> None:
+    node = cluster(cluster_status(NodeSketch("p", Role.PREFILL)))["nodes"][0]
+    known = set(node) | {
+        f"{name}.{key}" for name, value in node.items() if isinstance(value, dict) for key in value
+    }
+    named = set(re.findall(r"`([\w.]+)`", "".join(_last_cells("`/cluster`, of each node"))))
+    assert len(named) > 8
+    assert named <= known
+
+
+def _last_cells(heading: str) -> list[str]:
+    """The last column of the table of the scheduler's page whose last heading this is."""
+    _, _, rest = SCHEDULER_PAGE.partition(f"| {heading} |\n|---|---|---|\n")
+    return [line.rsplit(" | ", 1)[1] for line in rest.partition("\n\n")[0].splitlines()]

@@ -210,6 +210,27 @@ class TestWhileItWaits:
         finish(scheduler, third, {"x": [7], "a": [7]})
         run_out(scheduler)
 
+    def test_if_it_was_aborted_meanwhile_nobody_hits_that_block(self) -> None:
+        connector = RemotePrefill(at_once={"a": 8}, remote={"b"})
+        scheduler = make(20, connector)
+        add(scheduler, request("a", 9, prompt_of="p"), request("b", 16, prompt_of="p"))
+        step = scheduler.schedule()
+        invalid = table(scheduler, "a")[1:2]
+        abort(scheduler, "a", "b")  # the blocks of b are kept until its load has ended
+        finish(scheduler, step, {"a": [7]}, invalid=invalid)
+        run(scheduler, recving={"b": ()})
+        add(scheduler, request("c", 9, prompt_of="p"))
+        step, _ = run(scheduler)
+        assert told(step, "c") == 4
+
+    def test_if_nothing_came_it_may_hit_what_others_have_computed(self) -> None:
+        scheduler = make(20, RemotePrefill(remote={"a"}))
+        add(scheduler, request("a", 9, prompt_of="p"), request("b", 9, prompt_of="p"))
+        run(scheduler)
+        run(scheduler, recving={"a": ()}, invalid=table(scheduler, "a")[:1])
+        step, _ = run(scheduler)
+        assert told(step, "a") == 8
+
 
 class TestHolds:
     def test_blocks_that_are_loaded_and_sent_are_kept_for_both(self) -> None:

@@ -68,6 +68,45 @@ class TestPartialPrefills:
         step, _ = run(scheduler)
         assert step.num_scheduled_tokens == {"a": 3, "b": 3, "c": 3, "d": 3, "e": 3}
 
+    def test_those_count_for_which_a_step_has_no_tokens(self) -> None:
+        scheduler = make(
+            30,
+            policy="priority",
+            waiting_preempts_running=True,
+            max_num_seqs=3,
+            max_num_batched_tokens=3,
+            max_num_partial_prefills=1,
+            spec_method="ngram",
+            num_speculative_tokens=1,
+            async_scheduling=False,
+        )
+        add(scheduler, request("a", 1), request("idle", 1, priority=3))
+        run(scheduler)
+        add(scheduler, request("long", 10, priority=2))
+        run(scheduler)
+        scheduler.update_draft_token_ids({"idle": [9]})
+        add(scheduler, request("urgent", 10, priority=2))
+        step = scheduler.schedule()
+        assert step.num_scheduled_tokens == {"a": 1, "idle": 2}
+        assert step.preempted_req_ids == []
+        assert step.admission_ended_by is Wait.SEAT
+
+
+class TestConnector:
+    def test_those_of_whom_it_does_not_know_yet_are_asked_once_in_each_step(self) -> None:
+        connector = RemotePrefill(unknown={"a", "b"})
+        scheduler = make(20, connector)
+        add(scheduler, request("a", 4), request("b", 4), request("c", 4))
+        step, _ = run(scheduler)
+        assert starts(step) == ["c"]
+        for _ in range(2):
+            connector.asked.clear()
+            run(scheduler)
+            assert connector.asked == ["a", "b"]
+        connector.unknown.remove("b")
+        step, _ = run(scheduler)
+        assert starts(step) == ["b"]
+
 
 class TestNeverFits:
     def test_a_prompt_as_long_as_the_pool_is_computed_and_ends(self) -> None:
