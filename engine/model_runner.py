@@ -73,6 +73,7 @@ class ModelRunner:
             request = self._requests[diff.request_id]
             request.block_ids.extend(diff.new_block_ids)
             request.num_computed_tokens = diff.num_computed_tokens
+            del request.token_ids[diff.num_tokens :]
 
     def _prepare(self, num_scheduled_tokens: dict[str, int]) -> _Batch:
         requests = [self._requests[request_id] for request_id in num_scheduled_tokens]

@@ -15,6 +15,7 @@ names a block by the hash of its last piece, which covers the pieces before it.
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Sequence
 
@@ -44,9 +45,10 @@ def extend_hashes(
     start = len(hashes) * block_size
     num_blocks = (len(token_ids) - start) // block_size
     packed = _token_bytes(token_ids[start : start + num_blocks * block_size])
-    stride = block_size * _BYTES_PER_TOKEN
-    for offset in range(0, len(packed), stride):
-        parent = _follow(parent, packed[offset : offset + stride])
+    blake2b = hashlib.blake2b
+    for (block,) in struct.iter_unpack(f"{block_size * _BYTES_PER_TOKEN}s", packed):
+        # A digest cut short is as strong as a short one, and takes half the time to make.
+        parent = blake2b(parent + block).digest()[:_DIGEST_SIZE]
         hashes.append(parent)
 
 
@@ -68,8 +70,3 @@ def _token_bytes(token_ids: Sequence[int]) -> bytes:
     packed = token_ids if isinstance(token_ids, array) else array("I", token_ids)
     assert packed.itemsize == _BYTES_PER_TOKEN
     return packed.tobytes()
-
-
-def _follow(parent: BlockHash, packed_tokens: bytes) -> BlockHash:
-    # A digest cut short is as strong as a short one, and takes half the time to make.
-    return hashlib.blake2b(parent + packed_tokens).digest()[:_DIGEST_SIZE]

@@ -29,11 +29,16 @@ class NewRequestData(msgspec.Struct, frozen=True):
 
 
 class CachedRequestData(msgspec.Struct, frozen=True):
-    """A request that the runner knows: only what changed. The runner has its sampled tokens."""
+    """A request that the runner knows: only what changed. The runner has its sampled tokens.
+
+    `num_tokens` is how many tokens it has by now. If the runner has more, the rest was sampled from
+    KV that turned out not to have been loaded, and does not count.
+    """
 
     request_id: str
     new_block_ids: Sequence[int]
     num_computed_tokens: int
+    num_tokens: int
 
 
 @dataclass

@@ -28,7 +28,12 @@ class Step:
     def continue_request(self, request: Request, num_new: int, fresh: Sequence[int]) -> None:
         """A running request gets `num_new` tokens; drafts are what goes beyond those it has."""
         request_id = request.request_id
-        self._cached[request_id] = CachedRequestData(request_id, fresh, request.num_computed_tokens)
+        self._cached[request_id] = CachedRequestData(
+            request_id,
+            fresh,
+            request.num_computed_tokens,
+            request.num_tokens + request.num_output_placeholders,
+        )
         if request.spec_token_ids:
             self._give_drafts(request, num_new)
         self.requests[request_id] = request

@@ -91,6 +91,7 @@ class HashRunner:
             known = self._known[diff.request_id]
             known.blocks.extend(diff.new_block_ids)
             known.computed = diff.num_computed_tokens
+            del known.tokens[diff.num_tokens :]
         if self.step_s and step.num_scheduled_tokens:
             time.sleep(self.step_s)
         for request_id, count in step.num_scheduled_tokens.items():

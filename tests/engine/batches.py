@@ -41,7 +41,7 @@ def step(runner: ModelRunner, scheduled: Sequence[tuple[Drive, int]]) -> dict[st
         output.num_scheduled_tokens[drive.request_id] = num_tokens
         if drive.is_known:
             output.scheduled_cached_reqs.append(
-                CachedRequestData(drive.request_id, (), drive.num_computed)
+                CachedRequestData(drive.request_id, (), drive.num_computed, len(drive.token_ids))
             )
         else:
             output.scheduled_new_reqs.append(_new(drive))

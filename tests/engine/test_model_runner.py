@@ -77,10 +77,22 @@ def test_blocks_are_added_as_the_sequence_grows(runner: ModelRunner, reference: 
     output = SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={"a": 4})
     sampled = [*runner.execute(output).sampled_token_ids["a"]]
     for num_computed, new_blocks in ((4, [3]), (5, [])):
-        cached = CachedRequestData("a", new_blocks, num_computed)
+        cached = CachedRequestData("a", new_blocks, num_computed, num_computed + 1)
         output = SchedulerOutput(scheduled_cached_reqs=[cached], num_scheduled_tokens={"a": 1})
         sampled += runner.execute(output).sampled_token_ids["a"]
     assert sampled == expected
+
+
+def test_tokens_that_do_not_count_after_all(runner: ModelRunner, reference: Reference) -> None:
+    """Their KV had not been loaded: the end of the prompt is computed again, and what follows."""
+    drive = Drive("a", prompt(5, 14), blocks(5))
+    expected = greedy(reference, drive.token_ids, 4)
+    generate(runner, [drive], num_tokens=2)
+    assert drive.output == expected[:2]
+    del drive.token_ids[14:], drive.output[:]
+    drive.num_computed = 8
+    generate(runner, [drive], num_tokens=4)
+    assert drive.output == expected
 
 
 def test_preemption_and_resumption(runner: ModelRunner, reference: Reference) -> None:

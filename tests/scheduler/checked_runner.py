@@ -217,7 +217,6 @@ class _Known:
     table: list[int]
     num_computed: int
     # Number of tokens before each step in which it was computed, by the number of the step.
-    lengths: dict[int, int] = field(default_factory=dict)
 
 
 class CheckedRunner:
@@ -264,25 +263,13 @@ class CheckedRunner:
     def _continue(self, diff: CachedRequestData) -> None:
         known = self._requests[diff.request_id]
         known.table.extend(diff.new_block_ids)
-        if diff.num_computed_tokens != known.num_computed:
-            self._drop_sampled(known)
-            assert diff.num_computed_tokens < known.num_computed
-            known.num_computed = diff.num_computed_tokens
-
-    def _drop_sampled(self, known: _Known) -> None:
-        """What was sampled from blocks that could not be loaded does not count.
-
-        A runner that reports such blocks knows which tokens it drew from them.
-        """
-        last = sorted(known.lengths)[-2:]  # only those can have been in flight
-        since = [
-            number
-            for number, blocks in self._invalid.items()
-            if number >= last[0] - 1 and not blocks.isdisjoint(known.table)
-        ]
-        assert since, "goes on at another token, but nothing of it failed to load"
-        length = next(known.lengths[number] for number in last if number >= min(since))
-        del known.contents[length:]
+        if diff.num_tokens < len(known.contents):
+            reports = self._invalid.values()
+            assert any(not blocks.isdisjoint(known.table) for blocks in reports), "nothing failed"
+            del known.contents[diff.num_tokens :]
+        assert diff.num_tokens == len(known.contents), "has other tokens"
+        assert diff.num_computed_tokens <= known.num_computed
+        known.num_computed = diff.num_computed_tokens
 
     def _load(self, orders: object) -> KVConnectorOutput:
         assert isinstance(orders, list | None)
@@ -322,7 +309,6 @@ class CheckedRunner:
         num_known = len(known.contents)
         assert end <= num_known + len(drafts), "computes tokens that there are not"
         assert not drafts or end == num_known + len(drafts)
-        known.lengths[self._number] = num_known
         # Drafts are whatever they are: those that are right are followed by what is right.
         position, tokens = num_known - known.num_prompt_tokens, []
         for number in range(len(drafts) + 1) if end >= num_known else ():

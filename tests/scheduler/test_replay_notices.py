@@ -22,7 +22,13 @@ from tests.scheduler.test_random_life import random_world
 NAMES = (
     *("aborts_01", "chunked_mix_01", "fcfs_preempt_cache_01", "lora_limit_01"),
     *("priority_preempt_01", "priority_ties_01", "shared_prefix_01", "stop_min_tokens_01"),
-    *("remote_async_01", "remote_fail_fail_01", "remote_fail_recompute_01", "remote_none_01"),
+    *(
+        "remote_async_01",
+        "remote_async_02",
+        "remote_fail_fail_01",
+        "remote_fail_recompute_01",
+        "remote_none_01",
+    ),
     *("remote_send_01", "remote_sync_01"),
     *("spec_draft_01", "spec_eagle_01", "spec_ngram_01", "spec_priority_tight_01"),
 )
