@@ -50,7 +50,10 @@ def test_adapters_and_salts_part_whole_chains() -> None:
         {"lora_name": "ab", "cache_salt": ""},
         {"lora_name": "a", "cache_salt": "b"},
     ]
-    chains = [hash_chain(TOKENS, **key) for key in keys]
+    chains = [
+        hash_chain(TOKENS, lora_name=key.get("lora_name"), cache_salt=key.get("cache_salt"))
+        for key in keys
+    ]
     assert len({block for chain in chains for block in chain}) == len(keys) * 6
 
 
