@@ -23,6 +23,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,14 +40,17 @@ from scheduler.trace import RunnerResult, Trace, TraceStep
 def open_recording(path: Path) -> BinaryIO:
     """A new file that only its owner can read, because it will hold prompts.
 
-    What an earlier run left there, which may have ended badly, is kept as `NAME.previous.json`.
+    What earlier runs left there, which may have ended badly, is kept: as `NAME.previous.json`, then
+    `NAME.previous-2.json` and so on, so that no restart takes an incident with it.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        path.replace(path.with_stem(f"{path.stem}.previous"))
+        ends = chain([""], (f"-{number}" for number in count(2)))
+        names = (f"{path.stem}.previous{end}" for end in ends)
+        path.replace(next(p for p in map(path.with_stem, names) if not p.exists()))
     path.touch(mode=0o600, exist_ok=False)
     return path.open("wb")
 

@@ -78,7 +78,8 @@ def test_only_its_owner_can_read_it_and_the_one_before_is_kept(tmp_path: Path) -
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {
         "node.json": b"three",
-        "node.previous.json": b"two",
+        "node.previous.json": b"one",
+        "node.previous-2.json": b"two",
     }
 
 
