@@ -42,6 +42,11 @@ class Combination:
         """A request that is alone never has to make room for another one."""
         return not (self.tiny_pool and self.concurrency == 1)
 
+    @property
+    def must_preempt(self) -> bool:
+        """Between two pools, as luck has it, all may find room."""
+        return self.tiny_pool and self.topology != "2+2"
+
     def config(self) -> LocalConfig:
         nodes = 2 if self.topology == "2+2" else 1
         unified = self.topology == "unified"
