@@ -178,14 +178,11 @@ class EngineHost:
             raise Overloaded(
                 f"node {self.info.node_id} has {self._max_jobs} requests already", retry_after_s=1.0
             )
-        num_tokens = len(job.request.prompt_token_ids) + len(job.emitted)
-        request = job.request
-        self.engine.scheduler.check_fits(
-            len(request.prompt_token_ids),
-            len(job.emitted),
-            request.sampling.min_tokens if min_tokens is None else min_tokens,
-        )
-        self._pending[str(job.ticket)] = num_tokens
+        num_prompt, num_emitted = len(job.request.prompt_token_ids), len(job.emitted)
+        if min_tokens is None:
+            min_tokens = job.request.sampling.min_tokens
+        self.engine.scheduler.check_fits(num_prompt, num_emitted, min_tokens)
+        self._pending[str(job.ticket)] = num_prompt + num_emitted
         self.post(lambda: accept(job))
 
     def _check_runs(self) -> None:

@@ -14,6 +14,7 @@ from kvrelay import __version__
 from kvrelay.model_options import DEFAULT_MODEL, CacheDir, cache_dir_of
 from kvrelay.serve_options import serve
 from protocol import ConfigError, KvrelayError
+from scheduler.scenario_player import DEFAULT_MAX_STEPS
 
 app = typer.Typer(
     add_completion=False,
@@ -65,7 +66,9 @@ def version() -> None:
 def schedule(
     file: Annotated[Path, typer.Argument(help="A scenario; examples/schedules has some.")],
     html: Annotated[Path | None, typer.Option(help="Write the timeline to this page, too.")] = None,
-    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Stop after so many steps.")] = 500,
+    steps: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Stop after so many steps.")
+    ] = DEFAULT_MAX_STEPS,
 ) -> None:
     """Show step by step what the scheduler decides for a small scenario, without a model."""
     from kvrelay.schedule_command import ScheduleCommand, make_console

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import TypeVar
 
 from directory import Directory
 from protocol import (
@@ -29,7 +30,6 @@ from protocol import (
     Node,
     NodeLost,
     NodeReport,
-    NodeStatus,
     NoHealthyNode,
     PauseMode,
     PrefillJob,
@@ -46,6 +46,8 @@ from router.flight import Flight
 from router.policies import get_policy
 
 logger = logging.getLogger(__name__)
+
+AnswerT = TypeVar("AnswerT")
 
 _CALL_TIMEOUT_S = 10.0  # a node takes a job, or says no, within this
 
@@ -140,51 +142,44 @@ class Dispatcher:
         )
 
     async def _report(self, node: Node) -> NodeReport:
-        status: NodeStatus | None = None
-        try:
-            async with asyncio.timeout(_CALL_TIMEOUT_S):
-                status = await node.status()
-        except (TimeoutError, KvrelayError) as error:
-            logger.warning("no status of %s: %r", node.info.node_id, error)
-        return NodeReport(node.info, status)
+        return NodeReport(node.info, await self._ask(node, "its status", node.status()))
 
     async def pause(self, mode: PauseMode) -> dict[str, bool]:
         """Pause all nodes; whether each of them is paused now."""
-
-        async def pause(node: Node) -> bool:
-            await node.pause(mode)
-            return True
-
-        return await self._tell_all(pause)
+        return await self._tell_all("a pause", lambda node: node.pause(mode))
 
     async def resume(self) -> dict[str, bool]:
         """Let all nodes go on; whether each of them does."""
-
-        async def resume(node: Node) -> bool:
-            await node.resume()
-            return True
-
-        return await self._tell_all(resume)
+        return await self._tell_all("going on", lambda node: node.resume())
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool) -> dict[str, bool]:
         """Forget what can be hit on all nodes; whether each of them has."""
         return await self._tell_all(
-            lambda node: node.reset_prefix_cache(reset_running_requests=reset_running_requests)
+            "a reset",
+            lambda node: node.reset_prefix_cache(reset_running_requests=reset_running_requests),
         )
 
-    async def _tell_all(self, tell: Callable[[Node], Awaitable[bool]]) -> dict[str, bool]:
-        """By node id; False for a node that is lost or takes too long."""
+    async def _tell_all(
+        self, what: str, tell: Callable[[Node], Awaitable[bool | None]]
+    ) -> dict[str, bool]:
+        """By node id: whether the node has done it. One that only returns has."""
 
-        async def one(node: Node) -> bool:
-            try:
-                async with asyncio.timeout(_CALL_TIMEOUT_S):
-                    return await tell(node)
-            except (TimeoutError, KvrelayError) as error:
-                logger.warning("%s does not answer: %r", node.info.node_id, error)
-                return False
+        async def carried_out(node: Node) -> bool:
+            return await tell(node) is not False
 
-        answers = await asyncio.gather(*map(one, self._nodes.values()))
-        return dict(zip(self._nodes, answers, strict=True))
+        nodes = self._nodes
+        asked = (self._ask(node, what, carried_out(node)) for node in nodes.values())
+        answers = await asyncio.gather(*asked)
+        return {node_id: bool(done) for node_id, done in zip(nodes, answers, strict=True)}
+
+    async def _ask(self, node: Node, what: str, answer: Awaitable[AnswerT]) -> AnswerT | None:
+        """None, and a warning, if the node is lost or takes too long."""
+        try:
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
+                return await answer
+        except (TimeoutError, KvrelayError) as error:
+            logger.warning("%s was asked for %s: %r", node.info.node_id, what, error)
+            return None
 
     # ------------------------------------------------------------------ an attempt
 
@@ -338,14 +333,9 @@ class Dispatcher:
 
     async def _cancel(self, request_id: str, node_ids: Iterable[str]) -> None:
         """A node that does not answer notices by itself that nobody listens."""
-        await asyncio.gather(*(self._cancel_on(node_id, request_id) for node_id in node_ids))
-
-    async def _cancel_on(self, node_id: str, request_id: str) -> None:
-        try:
-            async with asyncio.timeout(_CALL_TIMEOUT_S):
-                await self._nodes[node_id].cancel(request_id)
-        except (TimeoutError, KvrelayError) as error:
-            logger.warning("could not cancel %s on %s: %r", request_id, node_id, error)
+        nodes = [self._nodes[node_id] for node_id in node_ids]
+        what = f"the end of {request_id}"
+        await asyncio.gather(*(self._ask(node, what, node.cancel(request_id)) for node in nodes))
 
     # ------------------------------------------------------------------ what nodes say
 

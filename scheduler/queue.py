@@ -4,7 +4,7 @@
     skipped_waiting  requests that were passed over for a reason of their own
 
 A step never goes through a queue: adding, taking out of the middle, and finding the next request
-that could be admitted cost O(log n) at most, however many others wait.
+that could be admitted cost O(log n) comparisons at most, however many others wait.
 """
 
 from __future__ import annotations

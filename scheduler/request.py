@@ -40,8 +40,7 @@ class RequestStatus(enum.Enum):
     FINISHED_ABORTED = ("aborted", FinishReason.ABORT)
     FINISHED_ERROR = ("error", FinishReason.ERROR)
 
-    def __init__(self, label: str, finish_reason: FinishReason | None) -> None:
-        self.label = label
+    def __init__(self, _words: str, finish_reason: FinishReason | None) -> None:
         self.finish_reason = finish_reason
         self.finished = finish_reason is not None
 
