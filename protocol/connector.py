@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from protocol.block_hash import BlockHash
 from protocol.messages import FinishReason
 
 
@@ -31,6 +32,12 @@ class RequestView(Protocol):
     def num_computed_tokens(self) -> int: ...
     @property
     def output_token_ids(self) -> Sequence[int]: ...
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]:
+        """One for each `hash_block_size` tokens, the prompt's and the output's; see block_hash."""
+
+    @property
+    def hash_block_size(self) -> int: ...
     @property
     def finish_reason(self) -> FinishReason | None:
         """None while the request has not ended."""
@@ -49,7 +56,14 @@ class StepView(Protocol):
         """Whole block table of a scheduled request, those of this step included."""
 
     def computed_before(self, request_id: str) -> int:
-        """Tokens of a scheduled request whose KV is in its blocks before this step."""
+        """Tokens of a scheduled request whose KV is in its blocks before this step.
+
+        For one that starts with this step they count what it hit or loads, which may be computed
+        or loaded in this very step: it is there after the step.
+        """
+
+    def computed_after(self, request_id: str) -> int:
+        """The same, once the step has been computed."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +72,22 @@ class KVConnectorOutput:
 
     `finished_recving` maps a request whose load has ended to the tokens that came with it (the
     first token of a hand-off, or none). It also tells that the blocks of an aborted load can be
-    written to no more.
+    written to no more. `revoked_recving`: loads that had not begun and will not, for now; their
+    blocks are the scheduler's again, and the requests wait once more.
     """
 
     finished_recving: dict[str, tuple[int, ...]] = field(default_factory=dict)
     finished_sending: tuple[str, ...] = ()
     invalid_block_ids: frozenset[int] = frozenset()
+    revoked_recving: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.finished_recving or self.finished_sending or self.invalid_block_ids)
+        return bool(
+            self.finished_recving
+            or self.finished_sending
+            or self.invalid_block_ids
+            or self.revoked_recving
+        )
 
 
 class SchedulerConnector(Protocol):
@@ -98,4 +119,12 @@ class SchedulerConnector(Protocol):
         """Give up the youngest kept request that no peer has reserved blocks for.
 
         The scheduler asks when a request lacks blocks, and frees the blocks of the id returned.
+        """
+
+    def revoke_reservation(self, request_id: str) -> bool:
+        """Ask for the blocks that are reserved for the load of this request, if it has not begun.
+
+        False: it has begun, there is no such load, or it cannot be put off. True: `revoked_recving`
+        names the request as soon as the blocks are the scheduler's again, if the load does not
+        begin meanwhile. Asking again is harmless.
         """

@@ -157,6 +157,7 @@ class Admission:
             return Wait.CONNECTOR
         plan = AdmissionPlan(prefix, num_local, num_external, load_async and num_external > 0)
         if plan.load_async and not self._may_park(plan):
+            self._state.ask_back(request)
             return Wait.PARKING
         return plan
 
@@ -184,6 +185,7 @@ class Admission:
             delay_caching=plan.load_async,
         ):
             if not self._state.revoke_pin():
+                self._state.ask_back(request)
                 return False
         return True
 

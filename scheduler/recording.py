@@ -213,6 +213,9 @@ class _NotingConnector:
         self.step.revoked.append(request_id)
         return request_id
 
+    def revoke_reservation(self, request_id: str) -> bool:
+        return self._connector.revoke_reservation(request_id)
+
 
 def trace_config(
     config: SchedulerConfig, cache_config: CacheConfig, *, kv_connector: bool
@@ -255,6 +258,7 @@ def _runner_result(output: ModelRunnerOutput) -> RunnerResult:
         invalid_block_ids=sorted(transfers.invalid_block_ids),
         finished_recving=received if any(received.values()) else list(received),
         finished_sending=list(transfers.finished_sending),
+        revoked_recving=list(transfers.revoked_recving),
     )
 
 

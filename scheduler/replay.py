@@ -124,6 +124,9 @@ class RecordedConnector:
     def revoke_pin(self) -> str | None:
         return self.revoked.pop(0) if self.revoked else None
 
+    def revoke_reservation(self, request_id: str) -> bool:
+        return False  # what came of asking is in the results
+
 
 _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -285,6 +288,7 @@ class Replay:
         transfers = KVConnectorOutput(
             finished_recving={i: tuple(tokens) for i, tokens in received.items()},
             finished_sending=tuple(runner.finished_sending),
+            revoked_recving=tuple(runner.revoked_recving),
             invalid_block_ids=frozenset(self._ours_of.get(b, b) for b in runner.invalid_block_ids),
         )
         return transfers or None

@@ -94,6 +94,8 @@ class Results:
             update = self._finish_recving(request_id, tokens)
             if update is not None:
                 yield update
+        for request_id in output.revoked_recving:
+            self._state.unpark(request_id)
         for request_id in output.finished_sending:
             self._state.release(request_id, Hold.SENDING)
 

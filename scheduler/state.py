@@ -107,6 +107,37 @@ class SchedulerState:
         self.release(request_id, Hold.SENDING)
         return True
 
+    def ask_back(self, requester: Request) -> None:
+        """Ask for blocks that wait for the KV of a younger request, which has not begun to come.
+
+        The youngest gives way, and only to an older one: so the oldest keeps what it has, and two
+        requests that are both half-way here and half-way at a peer cannot wait for each other.
+        """
+        if self.connector is None or not self.parked:
+            return
+        parked = self.skipped_waiting.waiting_for(Wait.REMOTE_KVS)
+        younger = [r for r in parked if r.urgency > requester.urgency]
+        for request in sorted(younger, key=lambda r: r.urgency, reverse=True):
+            if self.connector.revoke_reservation(request.request_id):
+                return
+
+    def unpark(self, request_id: str) -> None:
+        """The load of this request has not begun, and its blocks are not reserved any more."""
+        num_blocks = self.parked.pop(request_id)
+        request = self.requests[request_id]
+        if request.status.finished:
+            self.release(request_id, Hold.LOADING)
+            return
+        num_local = (len(request.block_ids) - num_blocks) * self.kv.config.block_size
+        self.stats.prompt_loaded -= request.num_computed_tokens - num_local
+        self.stats.num_revoked_reservations += 1
+        self.leave_queue(request)
+        self.kv.free(request)
+        request.num_computed_tokens = 0
+        preempted = request.num_preemptions > 0
+        request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
+        self.waiting.add(request)  # behind the one that it made way for
+
     # ------------------------------------------------------------------ endings
 
     def leave_queue(self, request: Request) -> None:

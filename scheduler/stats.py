@@ -12,6 +12,7 @@ class SchedulerStats:
     num_steps: int = 0
     num_preemptions: int = 0
     num_revoked_pins: int = 0
+    num_revoked_reservations: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_computed: int = 0

@@ -99,3 +99,6 @@ class Step:
 
     def computed_before(self, request_id: str) -> int:
         return self.requests[request_id].num_computed_tokens
+
+    def computed_after(self, request_id: str) -> int:
+        return self.computed_before(request_id) + self.num_scheduled[request_id]

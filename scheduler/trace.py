@@ -111,6 +111,7 @@ class RunnerResult(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
     invalid_blocks: list[tuple[str, int]] = []
     finished_recving: list[str] | dict[str, list[int]] = []
     finished_sending: list[str] = []
+    revoked_recving: list[str] = []  # +
 
 
 class TraceStep(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

@@ -80,6 +80,10 @@ class Load:
     ticks: int  # steps until it has ended
     with_token: bool
     failing: frozenset[int]  # blocks of it that will not be there
+    offer: Offer
+    waits: int = 0  # steps until it begins
+    asked_back: bool = False  # which comes to something only if it has not begun
+    wanted: bool = True
 
     def write(self, kv: KvSlots, *, done: bool) -> None:
         for position in range(self.start, len(self.contents)):
@@ -98,6 +102,7 @@ class Offer:
     fails: bool = False
     ticks: int = 1
     times: int = 1
+    waits: int = 0  # steps until it begins
 
 
 @dataclass
@@ -121,6 +126,7 @@ class CheckedConnector:
     pins: dict[str, Pin] = field(default_factory=dict)
     loading: dict[str, Load] = field(default_factory=dict)  # asynchronous ones under way
     num_asked: int = 0
+    num_given_back: int = 0
     _local: dict[str, int] = field(default_factory=dict)
     _orders: list[Load] = field(default_factory=list)
 
@@ -164,6 +170,8 @@ class CheckedConnector:
             ticks=offer.ticks,
             with_token=offer.with_token and end == request.num_tokens,
             failing=frozenset(bad),
+            offer=offer,
+            waits=offer.waits if offer.is_async else 0,
         )
         self._orders.append(load)
         if load.is_async:
@@ -177,10 +185,18 @@ class CheckedConnector:
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         for request_id in output.finished_recving:
             del self.loading[request_id]
+        for request_id in output.revoked_recving:
+            load = self.loading.pop(request_id)
+            self.num_given_back += 1
+            if load.wanted:  # it is offered again
+                load.offer.times += 1
+                self.offers[request_id] = load.offer
 
     def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> bool:
         assert isinstance(request, Request)
         self.offers.pop(request.request_id, None)
+        if request.request_id in self.loading:
+            self.loading[request.request_id].wanted = False
         revocable = self.keep.pop(request.request_id, None)
         if revocable is None or not block_ids:
             return False
@@ -205,6 +221,13 @@ class CheckedConnector:
             return None
         del self.pins[revocable[-1]]
         return revocable[-1]
+
+    def revoke_reservation(self, request_id: str) -> bool:
+        load = self.loading.get(request_id)
+        if load is None or not load.waits:
+            return False
+        load.asked_back = True
+        return True
 
 
 @dataclass
@@ -275,7 +298,8 @@ class CheckedRunner:
         assert isinstance(orders, list | None)
         invalid: set[int] = set()
         for load in orders or ():
-            load.write(self.kv, done=not load.is_async)
+            if not load.waits:
+                load.write(self.kv, done=not load.is_async)
             if load.is_async:
                 self._loads.append(load)
             else:
@@ -283,7 +307,13 @@ class CheckedRunner:
         if invalid:
             self._invalid[self._number] = frozenset(invalid)
         recving: dict[str, tuple[int, ...]] = {}
+        revoked: list[str] = []
         for load in list(self._loads):
+            if load.waits:
+                if self._gives_back(load):
+                    self._loads.remove(load)
+                    revoked.append(load.request_id)
+                continue
             load.ticks -= 1
             load.write(self.kv, done=load.ticks <= 0)
             if load.ticks <= 0:
@@ -291,7 +321,19 @@ class CheckedRunner:
                 tokens = (token_at(load.seed, load.num_output),) if load.with_token else ()
                 recving[load.request_id] = tokens
                 invalid |= load.failing
-        return KVConnectorOutput(finished_recving=recving, invalid_block_ids=frozenset(invalid))
+        return KVConnectorOutput(
+            finished_recving=recving,
+            invalid_block_ids=frozenset(invalid),
+            revoked_recving=tuple(revoked),
+        )
+
+    @staticmethod
+    def _gives_back(load: Load) -> bool:
+        """One step of a load that has not begun: it is given back, begins after all, or waits."""
+        if load.asked_back and load.waits % 2:
+            return True
+        load.waits = 0 if load.asked_back else load.waits - 1
+        return False
 
     def _is_excused(self, known: _Known) -> bool:
         """Whether it relies on a load whose failure nobody knew of when the step was planned."""

@@ -206,6 +206,7 @@ class Life:
                 fails=self.world.load_failures and rng.random() < 0.6,
                 ticks=rng.randint(1, 4),
                 times=rng.choice((1, 1, 2)),
+                waits=rng.choice((0, 0, 2, 3, 9)),
             )
         if rng.random() < 0.3:
             connector.keep[request_id] = rng.random() < 0.5

@@ -35,6 +35,8 @@ class RemotePrefill:
     pin_all: bool = False
     reserved: dict[str, tuple[int, ...]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    revocable: set[str] = field(default_factory=set)  # loads that have not begun
+    asked_back: list[str] = field(default_factory=list)  # whoever it was asked to give back
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
@@ -70,6 +72,10 @@ class RemotePrefill:
 
     def revoke_pin(self) -> str | None:
         return self.pinned.pop() if self.pinned else None
+
+    def revoke_reservation(self, request_id: str) -> bool:
+        self.asked_back.append(request_id)
+        return request_id in self.revocable
 
 
 def make(
@@ -120,9 +126,10 @@ def finish(
     recving: dict[str, tuple[int, ...]] | None = None,
     sending: tuple[str, ...] = (),
     invalid: Sequence[int] = (),
+    revoked: tuple[str, ...] = (),
 ) -> list[RequestUpdate]:
     """The results of a step."""
-    transfers = KVConnectorOutput(recving or {}, sending, frozenset(invalid))
+    transfers = KVConnectorOutput(recving or {}, sending, frozenset(invalid), revoked)
     output = ModelRunnerOutput(sampled or {}, transfers or None)
     updates = scheduler.update_from_output(step, output)
     scheduler.check_integrity()
@@ -135,6 +142,7 @@ def run(
     recving: dict[str, tuple[int, ...]] | None = None,
     sending: tuple[str, ...] = (),
     invalid: Sequence[int] = (),
+    revoked: tuple[str, ...] = (),
     token: int = 7,
 ) -> tuple[SchedulerOutput, list[RequestUpdate]]:
     """One step in which every request that is at its end samples `token`."""
@@ -146,7 +154,16 @@ def run(
         if scheduler.requests[request_id].num_computed_tokens
         == scheduler.requests[request_id].num_tokens
     }
-    return step, finish(scheduler, step, sampled, recving=recving, sending=sending, invalid=invalid)
+    updates = finish(
+        scheduler,
+        step,
+        sampled,
+        recving=recving,
+        sending=sending,
+        invalid=invalid,
+        revoked=revoked,
+    )
+    return step, updates
 
 
 def run_out(scheduler: Scheduler, num_steps: int = 60) -> None:

@@ -141,6 +141,9 @@ class Keeping:
     def revoke_pin(self) -> str | None:
         return self.pins.pop() if self.pins else None
 
+    def revoke_reservation(self, request_id: str) -> bool:
+        return False
+
 
 class Recording:
     """A scheduler that records into memory."""
