@@ -14,8 +14,8 @@ from __future__ import annotations
 from decode_node.config import DecodeConfig
 from decode_node.intake import Intake
 from engine import ActiveJob, EngineHost, HandoffRole, LocalNode
-from kv_transfer import EventKind, HandoffConnector, HandoffEvent, Reason
-from protocol import DecodeJob, TransferFailed
+from kv_transfer import EventKind, HandoffConnector, HandoffEvent, PeerUnreachable, Reason
+from protocol import DecodeJob
 from scheduler import RequestUpdate
 
 
@@ -28,13 +28,17 @@ class DecodeRole(HandoffRole):
         self._intake = Intake(self._admit)
 
     def accept(self, job: DecodeJob) -> None:
-        active = ActiveJob(job)
+        active = ActiveJob(job, handed_off=job.prefill_endpoint is not None)
         self._host.add_job(active)
         if job.prefill_endpoint is None:
             self._admit(active)
             return
         active.position += 1  # the first token of this attempt is P's to tell
-        started = self._connector.add_sink(job.ticket, job.prefill_endpoint)
+        try:
+            started = self._connector.add_sink(job.ticket, job.prefill_endpoint)
+        except PeerUnreachable as error:
+            self._host.fail_job(active, error, retryable=True)
+            return
         if started or self._config.reserve == "on_arrival":
             self._admit(active)
         else:
@@ -55,15 +59,27 @@ class DecodeRole(HandoffRole):
                 active.timeline.committed = self._host.now
             case EventKind.LOST:
                 assert event.reason is not None
-                self._on_lost(active, event.reason)
+                self._on_lost(active, event.reason, event.detail)
 
-    def _on_lost(self, active: ActiveJob, reason: Reason) -> None:
-        """The KV will not come. Unless the request is over, somebody has to try again."""
+    def _on_lost(self, active: ActiveJob, reason: Reason, detail: str) -> None:
+        """The KV will not come. Unless the request is over, somebody has to do it again."""
         if reason is Reason.ENDED_BY_FIRST_TOKEN:
             self._host.drop_job(active)
+            self._forget(active)
+        elif self._on_transfer_failure == "recompute":
+            self._connector.note_outcome("recompute")
+            self._recompute(active)
         else:
-            self._host.fail_job(active, TransferFailed(reason), retryable=True)
+            self._fail(active, reason, detail)
+            self._forget(active)
+
+    def _recompute(self, active: ActiveJob) -> None:
+        """Compute the prompt here, into other blocks: P may still write to those that it knew."""
         self._forget(active)
+        active.handed_off = False
+        active.position -= 1  # whether or not P has told the first token, we know it soon
+        self._host.start_over(active, f"{active.key}/recomputed")
+        self._admit(active)
 
     def _forget(self, active: ActiveJob) -> None:
         """The scheduler speaks to the connector of requests that it knows; of others, we do."""
@@ -71,13 +87,13 @@ class DecodeRole(HandoffRole):
             self._connector.drop_sink(active.key, Reason.CANCELLED)
 
     def on_started(self, job: ActiveJob) -> None:
-        if self._is_handed_off(job):
+        if job.handed_off:
             job.timeline.promoted = job.timeline.promoted or self._host.now
         else:
             job.timeline.prefill_started = job.timeline.prefill_started or self._host.now
 
     def on_update(self, job: ActiveJob, update: RequestUpdate) -> None:
-        if not self._is_handed_off(job):
+        if not job.handed_off:
             job.timeline.prefill_finished = job.timeline.prefill_finished or self._host.now
         self._host.emit(
             job,
@@ -89,11 +105,6 @@ class DecodeRole(HandoffRole):
         )
         if update.finished:
             self._host.end_job(job)
-
-    @staticmethod
-    def _is_handed_off(job: ActiveJob) -> bool:
-        assert isinstance(job.job, DecodeJob)
-        return job.job.prefill_endpoint is not None
 
     def on_cancel(self, job: ActiveJob) -> None:
         self._forget(job)

@@ -18,16 +18,15 @@ class ActiveJob:
     """
 
     job: Job
+    handed_off: bool = False  # the other half of the job is done, or to be done, by a peer
+    key: str = ""
     timeline: Timeline = field(default_factory=Timeline)
     num_cached_tokens: int | None = None
     position: int = 0  # of the next output token to be told
 
     def __post_init__(self) -> None:
         self.position = len(self.job.emitted)
-
-    @property
-    def key(self) -> str:
-        return str(self.job.ticket)
+        self.key = self.key or str(self.job.ticket)
 
     def make_request(self, sampling: SamplingParams) -> Request:
         """The job as a scheduler sees it, to be sampled and ended as `sampling` says."""

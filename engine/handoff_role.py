@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 
 from engine.active_job import ActiveJob
 from engine.host import EngineHost
-from kv_transfer import HandoffConnector, HandoffEvent
-from protocol import TransferCounts
+from kv_transfer import HandoffConnector, HandoffEvent, OnTransferFailure, Reason
+from protocol import TransferCounts, TransferFailed
 from scheduler import RequestUpdate
 
 
@@ -26,6 +26,17 @@ class HandoffRole(ABC):
 
     def must_act(self) -> bool:
         return self._connector.has_events
+
+    @property
+    def _on_transfer_failure(self) -> OnTransferFailure:
+        return self._connector.config.on_transfer_failure
+
+    def _fail(self, active: ActiveJob, reason: Reason, detail: str) -> None:
+        """The hand-off failed, and this node can do no more for the job."""
+        outcome: OnTransferFailure = "fail" if self._on_transfer_failure == "fail" else "retry"
+        self._connector.note_outcome(outcome)
+        error = TransferFailed.because(reason, detail)
+        self._host.fail_job(active, error, retryable=outcome == "retry")
 
     def next_deadline(self) -> float | None:
         return self._connector.next_deadline()

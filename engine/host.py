@@ -108,7 +108,9 @@ class EngineHost:
         *,
         clock: Callable[[], float] = time.time,
         max_jobs: int = _MAX_JOBS,
+        max_quarantine: int | None = None,
     ) -> None:
+        """`max_quarantine`: with more blocks in quarantine no job is taken; None: no limit."""
         self.info = info
         self.engine = engine
         self.jobs: dict[str, ActiveJob] = {}
@@ -116,6 +118,7 @@ class EngineHost:
         self._listener = listener
         self._clock = clock
         self._max_jobs = max_jobs
+        self._max_quarantine = max_quarantine
         self._commands: deque[Callable[[], None]] = deque()
         self._pending: dict[str, int] = {}  # jobs taken and not yet accepted, with their tokens
         self._activity = engine.activity
@@ -128,6 +131,7 @@ class EngineHost:
         self._stopping = False
         self._draining = False
         self._drained: list[Callable[[], object]] = []  # to be called when no job is left
+        self._unanswered: set[Callable[[], object]] = set()  # to be called if the node stops
         self._thread = threading.Thread(target=self._run, name=f"engine-{info.node_id}")
 
     # ------------------------------------------------------------------ from any thread
@@ -167,7 +171,8 @@ class EngineHost:
 
         Raises:
             NodeLost: the node does not run any more.
-            Overloaded: too many jobs are here already, or the node drains.
+            Overloaded: too many jobs are here already, too many blocks are in quarantine, or the
+                node drains.
             PromptTooLong: it could never be computed here.
             InvalidRequest: nor could as many output tokens as it must have.
         """
@@ -178,6 +183,7 @@ class EngineHost:
             raise Overloaded(
                 f"node {self.info.node_id} has {self._max_jobs} requests already", retry_after_s=1.0
             )
+        self._check_quarantine()
         num_prompt, num_emitted = len(job.request.prompt_token_ids), len(job.emitted)
         if min_tokens is None:
             min_tokens = job.request.sampling.min_tokens
@@ -189,6 +195,15 @@ class EngineHost:
         if not self._healthy or self._stopping:
             raise NodeLost(f"node {self.info.node_id} is down")
 
+    def _check_quarantine(self) -> None:
+        if not self._status.admitting:
+            raise Overloaded(
+                f"node {self.info.node_id} has {self._status.blocks.quarantined} KV blocks in "
+                f"quarantine, more than max_quarantine ({self._max_quarantine}): a peer that might "
+                "still write to them does not answer",
+                retry_after_s=1.0,
+            )
+
     def status(self) -> NodeStatus:
         """As of the last step."""
         return self._status
@@ -196,6 +211,9 @@ class EngineHost:
     async def drain(self) -> None:
         """Refuse new jobs and return when those under way have ended, or the node has."""
         self._draining = True
+        paused = self._status.paused
+        if paused is not None:
+            logger.warning("%s drains, but is paused: %s", self.info.node_id, paused)
         drained = asyncio.Event()
         self._drained.append(partial(_call_soon, asyncio.get_running_loop(), drained.set))
         self.wake()
@@ -219,8 +237,10 @@ class EngineHost:
     async def _ask(self, question: Callable[[], AnswerT]) -> AnswerT:
         """Have this answered by the engine's thread, between two steps.
 
+        What the answer has changed is in the status, and told to the listener, by then.
+
         Raises:
-            NodeLost: the node does not run any more.
+            NodeLost: the node does not run any more, or stops meanwhile.
             TimeoutError: a step takes too long.
         """
         self._check_runs()
@@ -231,9 +251,24 @@ class EngineHost:
             if not done.done():  # else nobody waits any more
                 done.set_result(value)
 
-        self.post(lambda: _call_soon(loop, partial(answer, question())))
-        async with asyncio.timeout(STOP_TIMEOUT_S):
-            return await done
+        def lose() -> None:
+            if not done.done():
+                done.set_exception(NodeLost(f"node {self.info.node_id} stopped"))
+
+        def ask() -> None:
+            value = question()
+            self._publish()
+            _call_soon(loop, partial(answer, value))
+
+        give_up = partial(_call_soon, loop, lose)
+        self._unanswered.add(give_up)
+        try:
+            self.post(ask)
+            self._check_runs()  # else its thread may have looked for the last time
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                return await done
+        finally:
+            self._unanswered.discard(give_up)
 
     def outputs(self, caller: str) -> AsyncIterator[OutputBatch]:
         """The deltas of this caller's jobs from now on. A second stream ends the first."""
@@ -271,6 +306,16 @@ class EngineHost:
     def add_request(self, request: Request) -> None:
         """The scheduler may compute the job."""
         self.engine.scheduler.add_request(request)
+
+    def start_over(self, active: ActiveJob, key: str) -> None:
+        """The job is another request of the scheduler from now on. Of the old one it knows no more
+        than that blocks may have to be kept for a while.
+        """
+        scheduler = self.engine.scheduler
+        scheduler.finish_requests([active.key], RequestStatus.FINISHED_ABORTED)
+        del self.jobs[active.key]
+        active.key = key
+        self.jobs[key] = active
 
     def emit(self, active: ActiveJob, delta: Delta) -> None:
         """Tell the caller, at the end of this round."""
@@ -402,6 +447,8 @@ class EngineHost:
         for stream in streams:
             stream.close()
         self._end_drains()
+        for give_up in list(self._unanswered):
+            give_up()
         self.engine.close()
         # The scheduler may have been in the middle of something: what it said last has to do.
         self._status = msgspec.structs.replace(self._status, healthy=False)
@@ -422,7 +469,8 @@ class EngineHost:
 
     def _make_status(self) -> NodeStatus:
         scheduler = self.engine.scheduler
-        stats = scheduler.stats
+        stats, blocks = scheduler.stats, scheduler.block_counts()
+        limit = self._max_quarantine
         return NodeStatus(
             node_id=self.info.node_id,
             role=self.info.role,
@@ -434,7 +482,8 @@ class EngineHost:
             num_intake=self._role.num_intake(),
             queued_tokens=scheduler.queued_tokens() + sum(list(self._pending.values())),
             prefill_tokens_per_s=self._rate.tokens_per_s,
-            blocks=scheduler.block_counts(),
+            blocks=blocks,
+            admitting=limit is None or blocks.quarantined <= limit,
             transfers=self._role.transfers(),
             num_preemptions=stats.num_preemptions,
             num_prefix_queries=stats.prefix_queries,

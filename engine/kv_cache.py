@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,15 @@ class KVCache:
     slots only, because a weight of zero does not make a NaN harmless.
     """
 
-    def __init__(self, config: KVCacheConfig) -> None:
+    def __init__(self, config: KVCacheConfig, memory: memoryview | None = None) -> None:
+        """In `memory`, of `num_bytes` or more, or in memory of its own."""
         self.config = config
-        self.tensor = torch.empty(
-            config.shape, dtype=getattr(torch, config.dtype), device=config.device
-        )
+        dtype = getattr(torch, config.dtype)
+        if memory is None:
+            self.tensor = torch.empty(config.shape, dtype=dtype, device=config.device)
+        else:
+            count = math.prod(config.shape)
+            self.tensor = torch.frombuffer(memory, dtype=dtype, count=count).view(config.shape)
         # [num_blocks * num_layers * 2 * block_size, num_kv_heads * head_dim]
         self._token_rows = self.tensor.view(-1, config.num_kv_heads * config.head_dim)
 

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kv_transfer import KVConnector
 from protocol import KVConnectorOutput
 from scheduler import ModelRunnerOutput, RequestUpdate, Scheduler, SchedulerOutput
 
 OnScheduled = Callable[[SchedulerOutput], None]
+OnLayer = Callable[[int], None]
 
 
 class StepRunner(Protocol):
@@ -25,6 +26,17 @@ class StepRunner(Protocol):
         compute may be the one that was sampled by the step before, which the scheduler did not
         know yet: the runner appends what it samples to its own copy of the request.
         """
+
+
+@runtime_checkable
+class LayeredRunner(StepRunner, Protocol):
+    """A runner that can say how far it is in a step. It need not: then it is a `StepRunner` only.
+
+    `on_layer` is called with the number of each layer, in order, when the keys and values of all
+    tokens of the step are written; by the thread that computes. None: nobody wants to know.
+    """
+
+    on_layer: OnLayer | None
 
 
 @dataclass(frozen=True)
@@ -68,12 +80,16 @@ class Engine:
         self.runner = runner
         self.connector = connector
         self.activity = threading.Event()
+        if connector is not None and connector.saves_layers and isinstance(runner, LayeredRunner):
+            runner.on_layer = connector.save_kv_layer
 
     def step(self, on_scheduled: OnScheduled | None = None) -> StepResult:
         """Bytes of earlier steps travel while this one is computed."""
         scheduled = self.scheduler.schedule()
         self._begin(scheduled, on_scheduled)
-        return self._finish(self._compute(scheduled))
+        computed = self._compute(scheduled)
+        self._save()
+        return self._finish(computed)
 
     def close(self) -> None:
         """Returns when nothing is computed any more."""
@@ -89,6 +105,11 @@ class Engine:
         began = time.perf_counter()
         output = self.runner.execute(scheduled)
         return ComputedStep(scheduled, output, time.perf_counter() - began)
+
+    def _save(self) -> None:
+        """A step has been computed, and the next one must not overwrite what is to be saved."""
+        if self.connector is not None:
+            self.connector.wait_for_save()
 
     def _finish(self, step: ComputedStep, *, in_flight: bool = False) -> StepResult:
         output, transfers = step.output, KVConnectorOutput()

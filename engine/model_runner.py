@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,7 @@ class ModelRunner:
     def __init__(self, model: CausalLM, kv_cache: KVCache, cores: CoreShare | None = None) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self.on_layer: Callable[[int], None] | None = None  # see `engine.loop.LayeredRunner`
         self._cores = cores or CoreShare()
         self._requests: dict[str, _RunnerRequest] = {}
 
@@ -60,7 +61,7 @@ class ModelRunner:
             return ModelRunnerOutput()
         with self._cores.step():
             batch = self._prepare(step.num_scheduled_tokens)
-            attention = CpuAttention(self.kv_cache, batch.metadata)
+            attention = CpuAttention(self.kv_cache, batch.metadata, self.on_layer)
             hidden = self.model.forward(batch.input_ids, batch.metadata.positions, attention)
             return ModelRunnerOutput(sampled_token_ids=self._sample(hidden, batch))
 

@@ -56,15 +56,21 @@ class PipelinedEngine(Engine):
         if before is not None and before.overlaps:
             scheduled = self.scheduler.schedule()
             computed = self._wait(before)
+            self._save()
             in_flight = self._launch(scheduled, on_scheduled)
             return self._finish(computed, in_flight=in_flight)
         # Nothing to overlap with: what the step before gave counts before the next is planned.
-        result = _NOTHING if before is None else self._finish(before.future.result())
+        result = _NOTHING if before is None else self._finish_at_once(before)
         in_flight = self._launch(self.scheduler.schedule(), on_scheduled)
         return replace(result, in_flight=in_flight)
 
     def close(self) -> None:
         self._executor.shutdown()
+
+    def _finish_at_once(self, step: _StepInFlight) -> StepResult:
+        computed = step.future.result()
+        self._save()
+        return self._finish(computed)
 
     def _launch(self, scheduled: SchedulerOutput, on_scheduled: OnScheduled | None) -> bool:
         """Whether there is something to compute."""

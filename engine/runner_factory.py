@@ -12,11 +12,19 @@ from engine.models import CausalLM, load_model
 
 
 def make_model_runner(
-    model: CausalLM, *, num_blocks: int, block_size: int, cores: CoreShare | None = None
+    model: CausalLM,
+    *,
+    num_blocks: int,
+    block_size: int,
+    cores: CoreShare | None = None,
+    memory: memoryview | None = None,
 ) -> ModelRunner:
-    """A runner with a KV cache of its own. Nodes of one process pass the same model and cores."""
+    """A runner with a KV cache of its own. Nodes of one process pass the same model and cores.
+
+    `memory`: where the KV cache lies, if not in memory of its own.
+    """
     config = KVCacheConfig.for_model(model.config, num_blocks=num_blocks, block_size=block_size)
-    return ModelRunner(model, KVCache(config), cores)
+    return ModelRunner(model, KVCache(config, memory), cores)
 
 
 def load_model_runner(directory: Path, *, num_blocks: int, block_size: int) -> ModelRunner:

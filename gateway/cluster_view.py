@@ -38,7 +38,7 @@ def cluster(status: ClusterStatus) -> dict[str, Any]:
 
 def _takes_requests(report: NodeReport) -> bool:
     status = report.status
-    return status is not None and status.healthy and not status.draining
+    return status is not None and status.healthy and status.admitting and not status.draining
 
 
 def _node(report: NodeReport) -> dict[str, Any]:

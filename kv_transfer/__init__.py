@@ -1,23 +1,42 @@
 """How do blocks move? Connector, transports, the state machine of a hand-off."""
 
-from kv_transfer.connector import KVConnector
-from kv_transfer.handoff import (
-    EventKind,
-    HandoffConfig,
-    HandoffConnector,
-    HandoffEvent,
-)
-from kv_transfer.layout import BlockLayout, BlockPoolMemory, LayoutMismatch
+from kv_transfer.connector import BaseConnector, KVConnector
+from kv_transfer.custom import ConnectorContext, load_connector
+from kv_transfer.digest import Digester, ThreadDigester
+from kv_transfer.events import EventKind, HandoffEvent
+from kv_transfer.extents import Extents
+from kv_transfer.handoff import HandoffConnector
+from kv_transfer.handoff_config import HandoffConfig, OnTransferFailure
+from kv_transfer.layout import BlockLayout, BlockPoolMemory, LayoutMismatch, PeerPool
+from kv_transfer.multi import MultiConnector
 from kv_transfer.states import HandoffState, Reason
-from kv_transfer.transport import PeerUnreachable, Transport, Write, WriteState
+from kv_transfer.transport import (
+    PeerLost,
+    PeerRefused,
+    PeerUnreachable,
+    Received,
+    Transport,
+    Write,
+    WriteState,
+)
+from kv_transfer.transports.fault_plan import Fault, FaultKind, FaultPlan
+from kv_transfer.transports.faulty import FaultyTransport
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.wire import BadMessage
 
 __all__ = [
     "BadMessage",
+    "BaseConnector",
     "BlockLayout",
     "BlockPoolMemory",
+    "ConnectorContext",
+    "Digester",
     "EventKind",
+    "Extents",
+    "Fault",
+    "FaultKind",
+    "FaultPlan",
+    "FaultyTransport",
     "HandoffConfig",
     "HandoffConnector",
     "HandoffEvent",
@@ -26,9 +45,17 @@ __all__ = [
     "LayoutMismatch",
     "MemoryHub",
     "MemoryTransport",
+    "MultiConnector",
+    "OnTransferFailure",
+    "PeerLost",
+    "PeerPool",
+    "PeerRefused",
     "PeerUnreachable",
     "Reason",
+    "Received",
+    "ThreadDigester",
     "Transport",
     "Write",
     "WriteState",
+    "load_connector",
 ]

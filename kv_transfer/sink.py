@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import xxhash
-
-from kv_transfer.layout import BlockPoolMemory
+from kv_transfer.digest import Digest, Digester
+from kv_transfer.geometry import Placement
+from kv_transfer.layout import BlockLayout
 from kv_transfer.states import HandoffState, Reason, ended_state
-from kv_transfer.wire import Commit
+from kv_transfer.wire import Commit, Destination
 from protocol import HandoffTicket
 
 
@@ -17,56 +17,100 @@ from protocol import HandoffTicket
 class HandoffSink:
     """Blocks of one request, from `peer` to here.
 
+        reserve ─► opened ─► offered ─► commit, verified
+           ▲         └─────────┴── take_back, if P has not begun
+           └──────────────────────────┘
+
     `fenced` is proof that P can write to `block_ids` no more; before that, they may not be handed
     out again, whatever happened to the request.
     """
 
     ticket: HandoffTicket
     peer: str
+    started_at: float = 0.0
     state: HandoffState = HandoffState.RESERVING
     reason: Reason | None = None
+    detail: str = ""
+    reservation: int = 0  # the number of the last one
     first_block: int = 0
     block_ids: tuple[int, ...] = ()
+    num_tokens: int = 0  # whose KV is to come, D's own included
     tokens: tuple[int, ...] = ()  # came with the commit
     deadline: float = 0.0
-    released: bool = False  # the request has ended here; only its blocks remain
-    opened: bool = False  # P may write
+    ask_at: float = 0.0  # again, for what was not answered
     started: bool = False  # P has started: it lives, and gives signs of it
+    opened: bool = False  # the transport lets P write
+    offered: bool = False  # P knows the blocks
+    revoking: bool = False  # P was asked to give them back
+    released: bool = False  # the request has ended here; only its blocks remain
     fenced: bool = False
+    commit: Commit | None = None  # being verified
+    _digest: Digest | None = None
 
     @property
     def request_id(self) -> str:
         """The scheduler's name of this attempt."""
         return str(self.ticket)
 
-    def reserve(self, first_block: int, block_ids: Sequence[int]) -> None:
+    @property
+    def revocable(self) -> bool:
+        """Whether blocks are reserved and, as far as is known here, P does not write yet."""
+        return self.state is HandoffState.READY and self.commit is None
+
+    def reserve(self, first_block: int, block_ids: Sequence[int], num_tokens: int) -> None:
         """The scheduler gave blocks; `first_block` is the number of the first in the prompt."""
         self.state = self.state.then(HandoffState.READY)
+        self.reservation += 1
         self.first_block = first_block
         self.block_ids = tuple(block_ids)
+        self.num_tokens = num_tokens
 
-    def accept(self, commit: Commit, pool: BlockPoolMemory) -> bool:
-        """All blocks are here, says P. If so take the token, or else end."""
-        if not self._holds(commit, pool):
-            self.end(Reason.CHECKSUM)
+    def destination(self) -> Destination:
+        self.offered = True
+        return Destination(self.ticket, self.reservation, self.first_block, self.block_ids)
+
+    def take_back(self) -> None:
+        """The blocks are the scheduler's again. P cannot write to them, or does not know them."""
+        self.state = self.state.then(HandoffState.RESERVING)
+        self.block_ids = ()
+        self.opened = self.offered = self.revoking = False
+
+    def push_begins(self) -> None:
+        if self.state is HandoffState.READY:
+            self.state = self.state.then(HandoffState.PUSHING)
+        self.revoking = False
+
+    def accept(self, commit: Commit, digester: Digester, layout: BlockLayout) -> bool:
+        """All blocks are here, says P: begin to look whether that is so. False: it cannot be."""
+        self.commit = commit
+        if not self.block_ids or commit.num_tokens != self.num_tokens:
+            self.end(Reason.LAYOUT, f"{commit.num_tokens} tokens came instead of {self.num_tokens}")
             return False
-        self.state = self.state.then(HandoffState.COMMITTED)
-        self.tokens = commit.token_ids
+        if commit.checksums:
+            size = layout.block_size
+            ours = Placement(layout, self.block_ids, self.first_block)
+            starts = range(self.first_block * size, self.num_tokens, size)
+            self._digest = digester.start(
+                [ours.runs(start, min(start + size, self.num_tokens)) for start in starts]
+            )
         return True
 
-    def _holds(self, commit: Commit, pool: BlockPoolMemory) -> bool:
-        if not self.block_ids:
+    def verified(self) -> bool:
+        """Whether the commit is looked through; if so the hand-off has ended, one way or other."""
+        if self.commit is None or self.state.ended:
             return False
-        return not commit.checksums or self._checksums_match(commit.checksums, pool)
+        if self._digest is not None and self._digest.values is None:
+            return False
+        if self._digest is not None and self._digest.values != self.commit.checksums:
+            self.end(Reason.CHECKSUM)
+            return True
+        self.tokens = self.commit.token_ids
+        self.state = self.state.then(HandoffState.COMMITTED)
+        return True
 
-    def _checksums_match(self, checksums: Sequence[int], pool: BlockPoolMemory) -> bool:
-        return len(checksums) == len(self.block_ids) and all(
-            xxhash.xxh3_64_intdigest(pool.view(block_id)) == checksum
-            for block_id, checksum in zip(self.block_ids, checksums, strict=True)
-        )
-
-    def end(self, reason: Reason) -> None:
+    def end(self, reason: Reason, detail: str = "") -> None:
         """End unhappily; the first reason stays."""
         if not self.state.ended:
             self.state = self.state.then(ended_state(reason))
-            self.reason = reason
+            self.reason, self.detail = reason, detail
+            self.revoking = False  # all of it is to be given up now

@@ -1,11 +1,12 @@
 """The life of a hand-off, and the reasons for which one can end unhappily.
 
                     ┌──────────── abort, deadline, failure ─────────────┐
-    RESERVING ──► READY ──► PUSHING ──► COMMITTED          ABORTED | EXPIRED | FAILED
+    RESERVING ◄─► READY ──► PUSHING ──► COMMITTED          ABORTED | EXPIRED | FAILED
     no blocks     D has     bytes are   D has all blocks   every one of them with a reason
     at D yet      reserved  moving      and the token
 
-At P, RESERVING lasts until D's destination is known; at D, until D's scheduler gives blocks.
+At P, RESERVING lasts until D's destination is known; at D, until D's scheduler gives blocks. A
+reservation may be taken back while nothing moves.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ _UNHAPPY = frozenset({HandoffState.ABORTED, HandoffState.EXPIRED, HandoffState.F
 _ENDED = _UNHAPPY | {HandoffState.COMMITTED}
 _LATER: dict[HandoffState, frozenset[HandoffState]] = {
     HandoffState.RESERVING: _UNHAPPY | {HandoffState.READY},
-    # A pin that was given up has to be computed and reserved for again.
-    HandoffState.READY: _UNHAPPY | {HandoffState.PUSHING, HandoffState.COMMITTED},
+    # A reservation that was taken back is made again. All may be at D already, by its own cache.
+    HandoffState.READY: _UNHAPPY
+    | {HandoffState.RESERVING, HandoffState.PUSHING, HandoffState.COMMITTED},
     HandoffState.PUSHING: _UNHAPPY | {HandoffState.COMMITTED},
     HandoffState.COMMITTED: frozenset(),
     HandoffState.ABORTED: frozenset(),
@@ -56,6 +58,7 @@ class Reason(enum.StrEnum):
     CANCELLED = "cancelled"  # by the client, or by a shutdown
     PEER_CANCELLED = "peer_cancelled"
     PEER_LOST = "peer_lost"
+    PEER_REFUSED = "peer_refused"  # token or version
     DEADLINE = "deadline"
     CHECKSUM = "checksum"
     LAYOUT = "layout"

@@ -18,15 +18,10 @@ from kv_transfer import (
     EventKind,
     HandoffConnector,
     HandoffEvent,
-    LayoutMismatch,
     PeerUnreachable,
     Reason,
 )
-from protocol import (
-    FinishReason,
-    PrefillJob,
-    TransferFailed,
-)
+from protocol import FinishReason, PrefillJob
 from scheduler import Request, RequestUpdate
 
 
@@ -34,16 +29,15 @@ class PrefillRole(HandoffRole):
     """What a prefill node does on its engine's thread."""
 
     def accept(self, job: PrefillJob) -> None:
-        active = ActiveJob(job)
+        active = ActiveJob(job, handed_off=job.decode_endpoint is not None)
         self._host.add_job(active)
         if job.decode_endpoint is not None:
             try:
                 self._connector.add_source(
                     job.ticket, job.decode_endpoint, job.request.arrival_time
                 )
-            except (PeerUnreachable, LayoutMismatch) as error:
-                retryable = isinstance(error, PeerUnreachable)
-                self._host.fail_job(active, error, retryable=retryable)
+            except PeerUnreachable as error:
+                self._host.fail_job(active, error, retryable=True)
                 return
         self._host.add_request(self._make_request(active))
 
@@ -68,15 +62,20 @@ class PrefillRole(HandoffRole):
             case EventKind.RECOMPUTE:
                 self._host.add_request(self._make_request(active))
             case EventKind.SENT:
-                self._on_sent(active, event.reason)
+                self._on_sent(active, event.reason, event.detail)
 
-    def _on_sent(self, active: ActiveJob, reason: Reason | None) -> None:
-        """The hand-off is over: D has the word now, or somebody has to try again."""
-        if reason is not None:
-            self._host.fail_job(active, TransferFailed(reason), retryable=True)
-            return
-        self._host.emit(active, active.delta(handed_off=True))
-        self._host.end_job(active)
+    def _on_sent(self, active: ActiveJob, reason: Reason | None, detail: str) -> None:
+        """The hand-off is over: D has the word now, or somebody has to do it again."""
+        if reason is None or self._is_left_to_peer(reason):
+            self._host.emit(active, active.delta(handed_off=True))
+            self._host.drop_job(active)
+        else:
+            self._fail(active, reason, detail)
+
+    def _is_left_to_peer(self, reason: Reason) -> bool:
+        """Whether D, which was told, computes the request itself."""
+        told = reason not in (Reason.PEER_LOST, Reason.PEER_REFUSED)
+        return told and self._on_transfer_failure == "recompute"
 
     @staticmethod
     def _has_told(active: ActiveJob) -> bool:
@@ -91,7 +90,7 @@ class PrefillRole(HandoffRole):
             return  # computed a second time for its KV; the token is known
         job.timeline.prefill_finished = self._host.now
         reason = update.request.finish_reason
-        goes_on = reason is FinishReason.LENGTH and self._is_handed_off(job)
+        goes_on = reason is FinishReason.LENGTH and job.handed_off
         self._host.emit(
             job,
             job.delta(
@@ -102,11 +101,6 @@ class PrefillRole(HandoffRole):
         )
         if not goes_on:
             self._host.end_job(job)
-
-    @staticmethod
-    def _is_handed_off(job: ActiveJob) -> bool:
-        assert isinstance(job.job, PrefillJob)
-        return job.job.decode_endpoint is not None
 
     def on_cancel(self, job: ActiveJob) -> None:
         self._connector.abandon_source(job.key)

@@ -42,6 +42,7 @@ from protocol.messages import (
 from protocol.nodes import (
     BlockCounts,
     DecodeNode,
+    LiveTransfer,
     Node,
     NodeInfo,
     NodeStatus,
@@ -49,6 +50,7 @@ from protocol.nodes import (
     PrefillNode,
     Role,
     TransferCounts,
+    TransferDirection,
 )
 from protocol.request import GenerationRequest
 from protocol.sampling import SamplingParams
@@ -78,6 +80,7 @@ __all__ = [
     "Job",
     "KVConnectorOutput",
     "KvrelayError",
+    "LiveTransfer",
     "ModelError",
     "ModelNotFound",
     "NoHealthyNode",
@@ -103,6 +106,7 @@ __all__ = [
     "TokenChunk",
     "TokenStream",
     "TransferCounts",
+    "TransferDirection",
     "TransferFailed",
     "extend_hashes",
     "hash_chain",

@@ -117,10 +117,11 @@ class NodeLost(RequestFailed):
 
 
 class TransferFailed(RequestFailed):
-    """The KV of the request did not arrive. `reason` is one of the hand-off's reasons."""
+    """The KV of the request did not arrive."""
 
     label = "transfer_failed"
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the KV transfer failed: {reason}")
-        self.reason = reason
+    @classmethod
+    def because(cls, reason: str, detail: str = "") -> TransferFailed:
+        """`reason` is one of the hand-off's reasons."""
+        return cls(f"the KV transfer failed: {reason}" + (f" ({detail})" if detail else ""))

@@ -59,6 +59,28 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
         return self.used + self.cached + self.free + self.quarantined == self.total
 
 
+class TransferDirection(enum.StrEnum):
+    PUSH = "push"
+    RECEIVE = "receive"
+
+
+class LiveTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """One end of a hand-off that is under way, as that end sees it."""
+
+    ticket: str
+    direction: TransferDirection
+    peer: str  # endpoint
+    state: str  # of the state machine
+    reason: str | None  # if it has ended and only waits for its blocks to be safe
+    tokens: int  # to be handed over; 0: not known yet
+    tokens_moved: int = 0  # at the pushing end
+    bytes: int = 0  # at the pushing end
+    blocks: int = 0  # reserved, at the receiving end
+    quarantined: bool = False  # nobody wants those blocks, but the peer might write to them
+    age_s: float
+    deadline_s: float  # from now; negative: over
+
+
 class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Hand-offs of a node since it started, in its own role's view."""
 
@@ -67,8 +89,12 @@ class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
     aborted: int = 0
     expired: int = 0
     failed: int = 0
-    blocks: int = 0
-    bytes: int = 0
+    blocks: int = 0  # pushed
+    bytes: int = 0  # pushed
+    seconds: float = 0.0  # from the first byte to the commit, of those that were committed
+    reasons: dict[str, int] = {}  # ended hand-offs by reason, if they were not committed
+    outcomes: dict[str, int] = {}  # failed ones by what was done: retry, recompute, fail
+    live: tuple[LiveTransfer, ...] = ()  # the oldest ones
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +121,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_generated_tokens: int
     num_steps: int
     paused: PauseMode | None = None
+    admitting: bool = True  # False: too many blocks are in quarantine
 
 
 class Node(Protocol):

@@ -33,7 +33,9 @@ class RouterConfig:
     output_headroom_tokens: int = 256  # a decode node should have room for, beyond the prompt
     decode_transfer_weight: float = 0.5  # of tokens to transfer, against batch and KV usage
 
-    # What happens to an attempt that fails.
+    # What happens to an attempt that fails. With decode_recomputes, a prefill node that is lost is
+    # no reason for another one: the decode node notices and computes the prompt itself.
+    decode_recomputes: bool = False
     max_attempts: int = 3
     retry_backoff_s: float = 0.05  # before the second attempt; doubled before each later one
     stall_timeout_s: float = 600.0  # without a token, before a request is given up

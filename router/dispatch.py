@@ -36,6 +36,7 @@ from protocol import (
     PrefillNode,
     RequestFailed,
     TokenStream,
+    TransferFailed,
 )
 from router.admission import Admission
 from router.cluster_view import ClusterView
@@ -273,7 +274,7 @@ class Dispatcher:
 
     async def _retry(self, flight: Flight, failure: Failure) -> None:
         """Attempts after the first, until one has started or there have been too many."""
-        error: KvrelayError = RequestFailed(failure.message)
+        error: KvrelayError = _error_of(failure)
         label = failure.label
         while flight.attempt < self._config.max_attempts:
             self._retries[label] += 1
@@ -376,6 +377,10 @@ class Dispatcher:
 
     def _fail_attempt(self, flight: Flight, node_id: str, failure: Failure) -> None:
         logger.info("attempt %s failed on %s: %s", flight.ticket, node_id, failure.message)
+        lost_prefill = failure.label == NodeLost.label and node_id in self._prefill_nodes
+        if lost_prefill and self._config.decode_recomputes and flight.open_nodes - {node_id}:
+            flight.open_nodes.discard(node_id)
+            return
         flight.failed_nodes.add(node_id)
         if failure.retryable:
             self._cluster.load.ended(flight.ticket)
@@ -383,7 +388,7 @@ class Dispatcher:
             flight.next_attempt()  # at once: what the old attempt says from now on is stale
             self._spawn(self._retry_after(flight, failure, nodes))
         else:
-            flight.fail(RequestFailed(failure.message))
+            flight.fail(_error_of(failure))
             self._spawn(self._end(flight))
 
     # ------------------------------------------------------------------ in the background
@@ -414,3 +419,9 @@ class Dispatcher:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a background task failed", exc_info=task.exception())
+
+
+def _error_of(failure: Failure) -> RequestFailed:
+    """What a client sees of the failure of its last attempt."""
+    known = {error.label: error for error in (NodeLost, TransferFailed)}
+    return known.get(failure.label, RequestFailed)(failure.message)

@@ -6,6 +6,7 @@ answer in time has no samples but `kvrelay_node_up` = 0, which is better than st
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,6 +23,11 @@ _Numbers = Callable[[NodeStatus], Mapping[str, float]]
 _GAUGES: tuple[tuple[str, str, _Number], ...] = (
     ("node_healthy", "Whether the node serves.", lambda s: s.healthy),
     ("node_draining", "Whether the node refuses new jobs.", lambda s: s.draining),
+    (
+        "node_admitting",
+        "Whether it takes new jobs: not too many KV blocks are in quarantine.",
+        lambda s: s.admitting,
+    ),
     ("queued_tokens", "Prompt tokens that are not computed yet.", lambda s: s.queued_tokens),
     (
         "prefill_tokens_per_second",
@@ -33,6 +39,11 @@ _GAUGES: tuple[tuple[str, str, _Number], ...] = (
 _COUNTERS: tuple[tuple[str, str, _Number], ...] = (
     ("kv_transfer_blocks", "KV blocks moved by hand-offs.", lambda s: s.transfers.blocks),
     ("kv_transfer_bytes", "Bytes of KV moved by hand-offs.", lambda s: s.transfers.bytes),
+    (
+        "kv_transfer_seconds",
+        "From the first byte to the commit, over all hand-offs that were committed.",
+        lambda s: s.transfers.seconds,
+    ),
     ("preemptions", "Requests that had to give up their blocks.", lambda s: s.num_preemptions),
     (
         "prefix_cache_query_tokens",
@@ -57,6 +68,12 @@ _LABELLED_GAUGES: tuple[tuple[str, str, str, _Numbers], ...] = (
         },
     ),
     (
+        "kv_transfers_live",
+        "Hand-offs under way by the state that this node sees, of the 64 oldest.",
+        "state",
+        lambda s: Counter(transfer.state for transfer in s.transfers.live),
+    ),
+    (
         "kv_blocks",
         "Usable KV blocks by where they are.",
         "state",
@@ -79,6 +96,18 @@ _LABELLED_COUNTERS: tuple[tuple[str, str, str, _Numbers], ...] = (
             "expired": s.transfers.expired,
             "failed": s.transfers.failed,
         },
+    ),
+    (
+        "kv_transfers_ended",
+        "Hand-offs that were not committed, by reason.",
+        "reason",
+        lambda s: s.transfers.reasons,
+    ),
+    (
+        "kv_transfer_failures",
+        "Failed hand-offs by what this node did about them: retry, recompute or fail.",
+        "outcome",
+        lambda s: s.transfers.outcomes,
     ),
     (
         "node_prompt_tokens",

@@ -1,6 +1,6 @@
 """A model without weights whose tokens depend on every slot of the KV cache that it reads.
 
-    KV of a token     mix(token, position), written into its slot
+    KV of a token     mix(token, position, layer), written into its slot of each layer
     next token        mix over the KV of all slots of the request, read back from its blocks
 
 So one wrong, stale or missing block anywhere changes what comes out, and the right answer can be
@@ -9,9 +9,10 @@ computed without any cache. It runs the whole cluster at thousands of steps a se
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,8 @@ EOS = 1  # rare; tests that want it choose a prompt that ends with it
 
 _A, _B, _C = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
+_HALF, _BITS = np.uint64(0xFFFFFFFF), np.uint64(32)
+
 Slots = NDArray[np.uint64]
 
 
@@ -39,16 +42,31 @@ def _mix(values: Slots) -> Slots:
     return mixed ^ (mixed >> np.uint64(31))
 
 
+LAYERS = 3
+
+
 def kv_of(tokens: Sequence[int], start: int) -> Slots:
-    """What the slots of `tokens` hold, the first of them at position `start`."""
+    """What the slots of `tokens` hold, `[LAYERS, num_tokens]`, the first at position `start`."""
     positions = np.arange(start, start + len(tokens), dtype=np.uint64)
-    return _mix(np.asarray(tokens, dtype=np.uint64) * _A + positions * _C + _B)
+    layers = np.arange(LAYERS, dtype=np.uint64)[:, None]
+    return _mix(np.asarray(tokens, dtype=np.uint64) * _A + positions * _C + layers * _A + _B)
 
 
 def next_token(slots: Slots) -> int:
-    """The token that follows, from the KV of all tokens so far."""
-    weights = np.arange(1, len(slots) + 1, dtype=np.uint64) * _A
-    return int(_mix(_mix(slots + weights).sum(dtype=np.uint64, keepdims=True))[0] % VOCABULARY)
+    """The token that follows, from the KV of all tokens so far, `[LAYERS, num_tokens]`."""
+    weights = np.arange(1, slots.size + 1, dtype=np.uint64).reshape(slots.shape) * _A
+    return int(_mix(np.atleast_1d(_mix(slots + weights).sum(dtype=np.uint64)))[0] % VOCABULARY)
+
+
+def hash_kv_cache(num_blocks: int, block_size: int = 16) -> KVCacheConfig:
+    """A pool for the hash model; `num_blocks` includes the null block."""
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_layers=LAYERS,
+        num_kv_heads=1,
+        head_dim=1,
+    )
 
 
 def expected_tokens(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
@@ -66,7 +84,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(f"{length}/{seed}").choices(range(2, VOCABULARY), k=length)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Known:
     tokens: list[int]
     blocks: list[int]
@@ -74,12 +92,24 @@ class _Known:
 
 
 class HashRunner:
-    """A `StepRunner` on a pool of its own. `step_s` lets a step take as long as one would."""
+    """A `StepRunner` on a pool of its own, or in `buffer`.
 
-    def __init__(self, kv_cache: KVCacheConfig, step_s: float = 0.0) -> None:
-        self.pool: Slots = np.zeros((kv_cache.num_blocks, kv_cache.block_size), dtype=np.uint64)
+    The pool is `[num_blocks, LAYERS, 2, block_size]`: the keys hold the lower half of a slot's
+    number, the values the upper one. `step_s` lets a step take as long as one would.
+    """
+
+    def __init__(
+        self, kv_cache: KVCacheConfig, step_s: float = 0.0, buffer: memoryview | None = None
+    ) -> None:
+        shape = (kv_cache.num_blocks, LAYERS, 2, kv_cache.block_size)
+        self.pool: NDArray[np.uint32] = (
+            np.zeros(shape, dtype=np.uint32)
+            if buffer is None
+            else np.frombuffer(buffer, np.uint32, math.prod(shape)).reshape(shape)
+        )
         assert self.pool[0].nbytes == kv_cache.bytes_per_block
         self.step_s = step_s
+        self.on_layer: Callable[[int], None] | None = None
         self._known: dict[str, _Known] = {}
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -92,10 +122,16 @@ class HashRunner:
             known.blocks.extend(diff.new_block_ids)
             known.computed = diff.num_computed_tokens
             del known.tokens[diff.num_tokens :]
-        if self.step_s and step.num_scheduled_tokens:
-            time.sleep(self.step_s)
-        for request_id, count in step.num_scheduled_tokens.items():
-            self._write(self._known[request_id], count)
+        counts = {self._known[i]: count for i, count in step.num_scheduled_tokens.items()}
+        for known, count in counts.items():
+            known.computed += count
+        for layer in range(LAYERS if counts else 0):
+            if self.step_s:
+                time.sleep(self.step_s / LAYERS)
+            for known, count in counts.items():
+                self._write(known, count, layer)
+            if self.on_layer is not None:
+                self.on_layer(layer)
         return ModelRunnerOutput(
             {
                 request_id: [self._sample(self._known[request_id])]
@@ -109,19 +145,21 @@ class HashRunner:
         return _Known(list(new.token_ids), list(new.block_ids), new.num_computed_tokens)
 
     def _slots(self, known: _Known) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        size = self.pool.shape[1]
+        size = self.pool.shape[3]
         positions = np.arange(known.computed)
         return np.asarray(known.blocks)[positions // size], positions % size
 
-    def _write(self, known: _Known, count: int) -> None:
-        start = known.computed
-        known.computed += count
+    def _write(self, known: _Known, count: int, layer: int) -> None:
+        start = known.computed - count
         blocks, offsets = self._slots(known)
-        values = kv_of(known.tokens[start : known.computed], start)
-        self.pool[blocks[start:], offsets[start:]] = values
+        values = kv_of(known.tokens[start : known.computed], start)[layer]
+        self.pool[blocks[start:], layer, 0, offsets[start:]] = values & _HALF
+        self.pool[blocks[start:], layer, 1, offsets[start:]] = values >> _BITS
 
     def _sample(self, known: _Known) -> int:
-        token = next_token(self.pool[self._slots(known)])
+        blocks, offsets = self._slots(known)
+        halves = self.pool[blocks, :, :, offsets].astype(np.uint64)
+        token = next_token((halves[:, :, 0] | halves[:, :, 1] << _BITS).T)
         known.tokens.append(token)
         return token
 
@@ -135,7 +173,7 @@ HASH_MODEL = ModelConfig(
     eos_token_ids=(EOS,),
     hidden_size=2,
     intermediate_size=1,
-    num_layers=1,
+    num_layers=LAYERS,
     num_attention_heads=1,
     num_kv_heads=1,
     head_dim=1,
@@ -163,14 +201,7 @@ class HashComputeFactory:
     """Makes a runner for each node, and keeps them in the order of the nodes."""
 
     def __init__(self, num_blocks: int, block_size: int = 16, step_s: float = 0.0) -> None:
-        # Two float32 numbers, a key and a value, take the place of one uint64.
-        self._kv_cache = KVCacheConfig(
-            num_blocks=num_blocks + 1,
-            block_size=block_size,
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=1,
-        )
+        self._kv_cache = hash_kv_cache(num_blocks + 1, block_size)
         self._step_s = step_s
         self.runners: list[HashRunner] = []
 

@@ -11,7 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kv_transfer import BlockLayout, BlockPoolMemory, PeerUnreachable, Transport, Write, WriteState
+from kv_transfer import (
+    BlockPoolMemory,
+    Extents,
+    PeerLost,
+    PeerPool,
+    PeerUnreachable,
+    Received,
+    Transport,
+    Write,
+    WriteState,
+)
 from kv_transfer.wire import decode
 from protocol import HandoffTicket
 
@@ -31,10 +41,6 @@ class _SlowWrite:
     def state(self) -> WriteState:
         return WriteState.PENDING if self.inner is None else self.inner.state
 
-    @property
-    def checksums(self) -> Sequence[int]:
-        return () if self.inner is None else self.inner.checksums
-
 
 class SlowTransport:
     def __init__(self, inner: Transport, delay: Delay, on_point: OnPoint = lambda *_: None) -> None:
@@ -52,18 +58,24 @@ class SlowTransport:
         self._on_activity = on_activity
         self._inner.register(pool, on_activity)
 
-    def peer_layout(self, peer: str) -> BlockLayout:
-        return self._inner.peer_layout(peer)
+    def resolve(self, endpoint: str) -> str:
+        return self._inner.resolve(endpoint)
 
-    def open(self, ticket: HandoffTicket, block_ids: Sequence[int]) -> None:
-        self._inner.open(ticket, block_ids)
+    def connect(self, peer: str) -> None:
+        self._inner.connect(peer)
 
-    def write(self, peer: str, ticket: HandoffTicket, blocks: Sequence[tuple[int, int]]) -> Write:
+    def peer_pool(self, peer: str) -> PeerPool | None:
+        return self._inner.peer_pool(peer)
+
+    def open(self, ticket: HandoffTicket, peer: str, block_ids: Sequence[int]) -> None:
+        self._inner.open(ticket, peer, block_ids)
+
+    def write(self, peer: str, ticket: HandoffTicket, extents: Extents) -> Write:
         self._on_point("Write", ticket)
         write = _SlowWrite()
 
         def start() -> None:
-            write.inner = self._inner.write(peer, ticket, blocks)
+            write.inner = self._inner.write(peer, ticket, extents)
             self._on_point("Written", ticket)
 
         self._later("Write", start)
@@ -80,8 +92,11 @@ class SlowTransport:
 
         self._later(point, send)
 
-    def receive(self) -> Sequence[bytes]:
+    def receive(self) -> Sequence[Received]:
         return self._inner.receive()
+
+    def lost_peers(self) -> Sequence[PeerLost]:
+        return self._inner.lost_peers()
 
     def fence(self, ticket: HandoffTicket) -> bool:
         return self._inner.fence(ticket)

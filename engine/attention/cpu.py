@@ -6,7 +6,7 @@ gathered alone. Only written slots are ever read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -21,19 +21,30 @@ _GROUP_WASTE = 1.25  # a group's longest context may be this much longer than it
 
 
 class CpuAttention:
-    """One step's attention; see `engine.attention.Attention`."""
+    """One step's attention; see `engine.attention.Attention`.
 
-    def __init__(self, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
+    `on_layer` is called with a layer's number when its keys and values are written.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
         self._kv_cache = kv_cache
         self._num_kv_heads = kv_cache.config.num_kv_heads
         self._written_keys = kv_cache.key_rows(metadata.slot_mapping)
         self._written_values = self._written_keys + metadata.block_size
         self._parts = list(_parts(kv_cache, metadata))
+        self._on_layer = on_layer
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows = self._kv_cache.token_rows(layer)
         rows.index_copy_(0, self._written_keys, key.flatten(1).to(rows.dtype))
         rows.index_copy_(0, self._written_values, value.flatten(1).to(rows.dtype))
+        if self._on_layer is not None:
+            self._on_layer(layer)
         output = torch.empty_like(query)
         for part in self._parts:
             part.attend(rows, query, output)

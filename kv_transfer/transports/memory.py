@@ -7,17 +7,19 @@ can land.
 
 from __future__ import annotations
 
-import ctypes
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
-import xxhash
-
-from kv_transfer.layout import BlockLayout, BlockPoolMemory
-from kv_transfer.transport import PeerUnreachable, WriteState
+from kv_transfer.extents import Extents
+from kv_transfer.layout import BlockLayout, BlockPoolMemory, PeerPool
+from kv_transfer.transport import PeerLost, PeerUnreachable, Received, WriteState
+from kv_transfer.transports.copy_thread import CopyExtents, CopyThread, CopyWrite, copy_extents
+from kv_transfer.wire import MAX_MESSAGE_BYTES
 from protocol import HandoffTicket
+
+DrainedT = TypeVar("DrainedT")
 
 MAX_INBOX = 65536  # messages; a node that takes none of them for so long is lost
 _JOIN_TIMEOUT_S = 10.0
@@ -36,8 +38,13 @@ class MemoryHub:
             self._transports[transport.endpoint] = transport
 
     def remove(self, transport: MemoryTransport) -> None:
+        """All others are told that it is gone."""
         with self._lock:
-            self._transports.pop(transport.endpoint, None)
+            removed = self._transports.pop(transport.endpoint, None)
+            others = list(self._transports.values())
+        if removed is not None:
+            for other in others:
+                other._lose(removed.endpoint, PeerUnreachable(f"{removed.endpoint} is gone"))
 
     def find(self, endpoint: str) -> MemoryTransport:
         with self._lock:
@@ -47,63 +54,82 @@ class MemoryHub:
         return transport
 
 
-class MemoryWrite:
-    """Blocks that the copy thread copies or has copied."""
+class _Opened(NamedTuple):
+    """What a ticket allows."""
 
-    def __init__(self, peer: str, ticket: HandoffTicket, blocks: Sequence[tuple[int, int]]) -> None:
-        self.peer = peer
-        self.ticket = ticket
-        self.blocks = blocks
-        self.state = WriteState.PENDING
-        self.checksums: Sequence[int] = ()
+    peer: str
+    block_ids: frozenset[int]
+
+    def allows(self, peer: str, extents: Extents, layout: BlockLayout) -> bool:
+        return (
+            peer == self.peer
+            and not extents.cross_blocks(layout.bytes_per_block)
+            and self.block_ids.issuperset(extents.their_blocks(layout.bytes_per_block))
+        )
 
 
 class MemoryTransport:
-    """One node's end. Writes run on one thread, in order, outside the interpreter lock."""
+    """One node's end. Writes run on one thread, in order.
 
-    def __init__(self, hub: MemoryHub, name: str, *, checksums: bool = True) -> None:
+    `copy` is for who knows a better way to copy, or a slower one.
+    """
+
+    def __init__(self, hub: MemoryHub, name: str, *, copy: CopyExtents = copy_extents) -> None:
+        self._copier = CopyThread(name, self._copy, lambda: self._on_activity())
+        self._copy_extents = copy
         self.endpoint = f"memory:{name}"
         self._hub = hub
-        self._with_checksums = checksums
-        self._inbox: deque[bytes] = deque()
-        self._open: dict[HandoffTicket, frozenset[int]] = {}
+        self._inbox: deque[Received] = deque()
+        self._lost: deque[PeerLost] = deque()
+        self._open: dict[HandoffTicket, _Opened] = {}
         self._writing: dict[HandoffTicket, int] = {}
         self._lock = threading.Lock()
         self._idle = threading.Event()  # nobody writes to our pool
         self._idle.set()
-        # At most one write of each hand-off is under way, so this is as bounded as those are.
-        self._pending: queue.SimpleQueue[MemoryWrite | None] = queue.SimpleQueue()
-        self._copier = threading.Thread(target=self._copy_all, name=f"copy-{name}", daemon=True)
 
     def register(self, pool: BlockPoolMemory, on_activity: Callable[[], None]) -> None:
         self.pool = pool
         self._on_activity = on_activity
         self._hub.add(self)
 
-    def peer_layout(self, peer: str) -> BlockLayout:
-        return self._hub.find(peer).pool.layout
+    def resolve(self, endpoint: str) -> str:
+        if not endpoint.startswith("memory:"):
+            raise PeerUnreachable(f"{endpoint} is not in this process")
+        return endpoint
 
-    def open(self, ticket: HandoffTicket, block_ids: Sequence[int]) -> None:
+    def connect(self, peer: str) -> None:
+        """There is nothing between us, if only it is there."""
+        try:
+            self._hub.find(peer)
+        except PeerUnreachable as error:
+            self._lose(peer, error)
+
+    def peer_pool(self, peer: str) -> PeerPool:
+        return self._hub.find(peer).pool.shape
+
+    def open(self, ticket: HandoffTicket, peer: str, block_ids: Sequence[int]) -> None:
         with self._lock:
-            self._open[ticket] = frozenset(block_ids)
+            self._open[ticket] = _Opened(peer, frozenset(block_ids))
 
-    def write(
-        self, peer: str, ticket: HandoffTicket, blocks: Sequence[tuple[int, int]]
-    ) -> MemoryWrite:
-        if self._copier.ident is None:  # a node that only receives needs no copier
-            self._copier.start()
-        write = MemoryWrite(peer, ticket, blocks)
-        self._pending.put(write)
+    def write(self, peer: str, ticket: HandoffTicket, extents: Extents) -> CopyWrite:
+        write = CopyWrite(peer, ticket, extents)
+        self._copier.put(write)
         return write
 
     def notify(self, peer: str, message: bytes) -> None:
-        self._hub.find(peer)._deliver(message)
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise PeerUnreachable(
+                f"a message of {len(message)} bytes for {peer}; "
+                f"at most {MAX_MESSAGE_BYTES} may be sent"
+            )
+        self._hub.find(self.endpoint)  # else this node has closed
+        self._hub.find(peer)._deliver(Received(self.endpoint, message))
 
-    def receive(self) -> Sequence[bytes]:
-        received = []
-        while self._inbox:
-            received.append(self._inbox.popleft())
-        return received
+    def receive(self) -> Sequence[Received]:
+        return _drain(self._inbox)
+
+    def lost_peers(self) -> Sequence[PeerLost]:
+        return _drain(self._lost)
 
     def fence(self, ticket: HandoffTicket) -> bool:
         with self._lock:
@@ -114,55 +140,45 @@ class MemoryTransport:
         self._hub.remove(self)
         with self._lock:
             self._open.clear()
-        if self._copier.is_alive():
-            self._pending.put(None)
-            self._copier.join(_JOIN_TIMEOUT_S)
+        self._copier.close()
         self._idle.wait(_JOIN_TIMEOUT_S)  # a peer may be in the middle of a block
 
-    def _deliver(self, message: bytes) -> None:
+    def _deliver(self, received: Received) -> None:
         if len(self._inbox) >= MAX_INBOX:
             raise PeerUnreachable(f"{self.endpoint} has {MAX_INBOX} messages unread")
-        self._inbox.append(message)
+        self._inbox.append(received)
         self._on_activity()
 
-    def _copy_all(self) -> None:
-        while (write := self._pending.get()) is not None:
-            write.state = self._copy(write)
-            self._on_activity()
+    def _lose(self, peer: str, error: PeerUnreachable) -> None:
+        self._lost.append(PeerLost(peer, error))
+        self._on_activity()
 
-    def _copy(self, write: MemoryWrite) -> WriteState:
+    def _copy(self, write: CopyWrite) -> WriteState:
         try:
             target = self._hub.find(write.peer)
         except PeerUnreachable:
             return WriteState.FAILED
-        if not target._begin_write(write):
+        if not write.extents.within(self.pool.num_bytes, target.pool.num_bytes):
+            return WriteState.FAILED
+        if not target._begin_write(self.endpoint, write):
             return WriteState.FAILED
         try:
-            write.checksums = self._copy_blocks(write, target.pool)
+            self._copy_extents(write.extents, self.pool.address, target.pool.address)
         finally:
             target._end_write(write)
         return WriteState.DONE
 
-    def _copy_blocks(self, write: MemoryWrite, target: BlockPoolMemory) -> Sequence[int]:
-        size = self.pool.layout.bytes_per_block
-        checksums = []
-        for ours, theirs in write.blocks:
-            ctypes.memmove(target.address_of(theirs), self.pool.address_of(ours), size)
-            if self._with_checksums:
-                checksums.append(xxhash.xxh3_64_intdigest(self.pool.view(ours)))
-        return checksums
-
-    def _begin_write(self, write: MemoryWrite) -> bool:
+    def _begin_write(self, writer: str, write: CopyWrite) -> bool:
         """As the target: whether this write is allowed. If so, fences wait for its end."""
         with self._lock:
-            allowed = self._open.get(write.ticket, frozenset())
-            if not allowed.issuperset(theirs for _, theirs in write.blocks):
+            opened = self._open.get(write.ticket)
+            if opened is None or not opened.allows(writer, write.extents, self.pool.layout):
                 return False
             self._writing[write.ticket] = self._writing.get(write.ticket, 0) + 1
             self._idle.clear()
             return True
 
-    def _end_write(self, write: MemoryWrite) -> None:
+    def _end_write(self, write: CopyWrite) -> None:
         with self._lock:
             self._writing[write.ticket] -= 1
             if not self._writing[write.ticket]:
@@ -172,3 +188,8 @@ class MemoryTransport:
             fenced = write.ticket not in self._open
         if fenced:
             self._on_activity()  # somebody here waits for this end
+
+
+def _drain(queue: deque[DrainedT]) -> list[DrainedT]:
+    """What is in it now; others may append meanwhile."""
+    return [queue.popleft() for _ in range(len(queue))]

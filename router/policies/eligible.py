@@ -75,6 +75,8 @@ def _why_not(node: NodeView, facts: RequestFacts, view: RouterView) -> str | Non
         return "unhealthy"
     if node.status.draining:
         return "draining"
+    if not node.status.admitting:
+        return "too many KV blocks in quarantine"
     if node.node_id in facts.avoid:
         return "failed this request before"
     if facts.num_tokens > node.max_request_tokens:

@@ -230,8 +230,8 @@ def test_a_damaged_block_fails_the_attempt(world: World) -> None:
     while world.p.connector.counts().blocks < 3:
         world.go_on()
     (sink,) = world.d.connector.sinks.values()
-    assert sink.state is HandoffState.READY  # the commit is on its way
-    world.d.runner.pool[sink.block_ids[1], 3] ^= 1
+    assert sink.state is HandoffState.PUSHING  # the commit is on its way
+    world.d.runner.pool[sink.block_ids[1], 0, 0, 3] ^= 1
     world.go_on(3)
     (delta,) = world.told(world.d, request)
     assert delta.failure is not None

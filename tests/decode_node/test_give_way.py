@@ -38,6 +38,9 @@ class LoadsOne:
     def revoke_pin(self) -> str | None:
         return None
 
+    def revoke_reservation(self, request_id: str) -> bool:
+        return False
+
 
 def step(scheduler: Scheduler, transfers: KVConnectorOutput | None = None) -> None:
     scheduled = scheduler.schedule()

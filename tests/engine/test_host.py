@@ -39,7 +39,7 @@ from scheduler import (
     SchedulerConfig,
     SchedulerOutput,
 )
-from tests.hash_model import HashRunner, expected_tokens, prompt_of
+from tests.hash_model import HashRunner, expected_tokens, hash_kv_cache, prompt_of
 
 TIMEOUT_S = 10.0
 CALLER = "caller"
@@ -132,9 +132,7 @@ class Node:
     """A host with everything that a test wants to look at."""
 
     def __init__(self, *, num_blocks: int = 64, max_jobs: int = 100) -> None:
-        kv_cache = KVCacheConfig(
-            num_blocks=num_blocks + 1, block_size=16, num_layers=1, num_kv_heads=1, head_dim=1
-        )
+        kv_cache = hash_kv_cache(num_blocks + 1)
         self.runner = SteeredRunner(kv_cache)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512),

@@ -12,6 +12,8 @@ from scheduler import ModelRunnerOutput, SchedulerOutput
 class Recorder:
     """Scheduler, runner and connector in one: who was called, in which order, with what."""
 
+    saves_layers = False
+
     def __init__(self, transfers: KVConnectorOutput | None = None) -> None:
         self.calls: list[str] = []
         self.transfers = transfers or KVConnectorOutput()
@@ -30,6 +32,9 @@ class Recorder:
         assert step is self.step
         self.calls.append("execute")
         return ModelRunnerOutput({"r": [7]})
+
+    def wait_for_save(self) -> None:
+        self.calls.append("wait_for_save")
 
     def get_finished(self) -> KVConnectorOutput:
         self.calls.append("get_finished")
@@ -54,6 +59,7 @@ def test_bytes_travel_while_the_step_is_computed() -> None:
         "schedule",
         "start_load_kv",
         "execute",
+        "wait_for_save",
         "get_finished",
         "update_from_output",
     ]

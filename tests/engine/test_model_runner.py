@@ -49,6 +49,32 @@ def test_greedy_output(runner: ModelRunner, reference: Reference, chunk: int) ->
     assert [drive.output for drive in drives] == expected
 
 
+def test_each_layer_is_told_when_its_keys_and_values_are_written(runner: ModelRunner) -> None:
+    first, second = Drive("a", prompt(1, 5), blocks(3)), Drive("b", prompt(2, 3), blocks(3, 20))
+    tokens = {1: 4, 2: 1, 20: 3}
+    told: list[tuple[int, list[bool]]] = []
+
+    def on_layer(layer: int) -> None:
+        """Who is told sees that this layer, and none after it, is there."""
+        pool = runner.kv_cache.tensor
+        written = [
+            all(
+                bool(pool[block, number, :, :size].isfinite().all())
+                for block, size in tokens.items()
+            )
+            for number in range(pool.shape[1])
+        ]
+        told.append((layer, written))
+
+    runner.on_layer = on_layer
+    step(runner, [(first, 5), (second, 3)])
+    num_layers = runner.kv_cache.config.num_layers
+    assert num_layers > 1
+    assert told == [
+        (layer, [number <= layer for number in range(num_layers)]) for layer in range(num_layers)
+    ]
+
+
 def test_nothing_is_sampled_in_the_middle_of_a_prompt(runner: ModelRunner) -> None:
     first, second = Drive("a", prompt(1, 9), blocks(9)), Drive("b", prompt(2, 3), blocks(9, 20))
     assert set(step(runner, [(first, 5), (second, 3)])) == {"b"}

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from engine import KVCacheConfig, PipelinedEngine
+from engine import PipelinedEngine
+from kv_transfer import BaseConnector
 from protocol import KVConnectorOutput, SamplingParams
 from scheduler import CacheConfig, ModelRunnerOutput, Request, Scheduler, SchedulerConfig
 from scheduler import SchedulerOutput as Step
-from tests.hash_model import HashRunner, expected_tokens, prompt_of
+from tests.hash_model import HashRunner, expected_tokens, hash_kv_cache, prompt_of
 
 TIMEOUT_S = 20.0
-KV_CACHE = KVCacheConfig(num_blocks=65, block_size=16, num_layers=1, num_kv_heads=1, head_dim=1)
+KV_CACHE = hash_kv_cache(65)
 
 
 class GatedRunner(HashRunner):
@@ -195,6 +196,35 @@ def test_orders_of_a_step_are_carried_out_when_the_one_before_has_been_computed(
     round_.join(TIMEOUT_S)
     assert connector.calls.count("start_load_kv") == 2
     engine.close()
+
+
+def test_no_step_begins_before_the_one_before_is_saved() -> None:
+    class Saving(BaseConnector):
+        def start_load_kv(self, meta: object) -> None:
+            calls.append("begin")
+
+        def wait_for_save(self) -> None:
+            calls.append("save")
+
+    class Runner(HashRunner):
+        def execute(self, step: Step) -> ModelRunnerOutput:
+            output = super().execute(step)
+            calls.append("computed")
+            return output
+
+    calls: list[str] = []
+    connector = Saving()
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_blocks=65), connector)
+    engine = PipelinedEngine(scheduler, Runner(KV_CACHE, step_s=0.005), connector)
+    scheduler.add_request(request("a", 10))
+    overlapped = []
+    while scheduler.has_requests():
+        overlapped.append(engine.step().in_flight)
+    engine.close()
+    assert sum(overlapped) >= 9
+    num_steps = calls.count("save")
+    assert num_steps >= 10
+    assert calls[: 3 * num_steps] == ["begin", "computed", "save"] * num_steps
 
 
 def test_an_empty_step_wakes_nobody() -> None:

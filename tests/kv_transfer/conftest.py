@@ -22,14 +22,14 @@ def hub() -> MemoryHub:
 def p(hub: MemoryHub, clock: Clock) -> Iterator[Prefill]:
     end = Prefill(hub, "p", clock)
     yield end
-    end.transport.close()
+    end.close()
 
 
 @pytest.fixture
 def d(hub: MemoryHub, clock: Clock) -> Iterator[Decode]:
     end = Decode(hub, clock)
     yield end
-    end.transport.close()
+    end.close()
 
 
 @pytest.fixture

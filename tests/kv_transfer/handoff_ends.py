@@ -19,8 +19,8 @@ from kv_transfer import (
     MemoryTransport,
     Reason,
 )
-from kv_transfer.wire import Message, encode
-from protocol import FinishReason, HandoffTicket
+from kv_transfer.wire import Message, decode, encode
+from protocol import BlockHash, FinishReason, HandoffTicket
 from tests.kv_transfer.pools import LAYOUT, TIMEOUT_S, GatedPool, make_pool
 
 BLOCK = LAYOUT.block_size
@@ -55,6 +55,8 @@ class FakeRequest:
     num_computed_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    block_hashes: Sequence[BlockHash] = ()
+    hash_block_size: int = BLOCK
 
     @property
     def request_id(self) -> str:
@@ -76,6 +78,7 @@ class FakeStep:
 
     scheduled: Sequence[FakeRequest] = ()
     preempted: Sequence[FakeRequest] = ()
+    num_new: int = 0  # tokens, of each
 
     @property
     def scheduled_req_ids(self) -> list[str]:
@@ -91,6 +94,9 @@ class FakeStep:
     def computed_before(self, request_id: str) -> int:
         return self._find(request_id).num_computed_tokens
 
+    def computed_after(self, request_id: str) -> int:
+        return self.computed_before(request_id) + self.num_new
+
     def _find(self, request_id: str) -> FakeRequest:
         return next(r for r in self.scheduled if r.request_id == request_id)
 
@@ -100,6 +106,19 @@ def kv_of(ticket: HandoffTicket, number: int) -> NDArray[np.uint8]:
     name = ticket.request_id.encode()
     seed = [len(name), *name, number]
     return np.random.default_rng(seed).integers(0, 256, LAYOUT.bytes_per_block, np.uint8)
+
+
+def check_connector_is_empty(connector: HandoffConnector) -> None:
+    """Nothing of any hand-off is left, but for the names of those that are over."""
+    assert connector.idle
+    assert not connector.has_events
+    assert connector.counts().active == 0
+    assert connector.next_deadline() is None
+    parts = vars(connector._push) | vars(connector._receive)
+    queues = {name: value for name, value in parts.items() if isinstance(value, list | dict)}
+    del queues["_over"]
+    assert set(queues) >= {"sources", "sinks", "sent", "recving", "revoked", "_early", "_reserved"}
+    assert not any(queues.values()), queues
 
 
 class End:
@@ -112,23 +131,28 @@ class End:
         clock: Clock,
         config: HandoffConfig = CONFIG,
         *,
-        checksums: bool = True,
         layout: BlockLayout = LAYOUT,
         fill: int = 0,
     ) -> None:
         self.clock = clock
         self.pool: GatedPool = make_pool(layout=layout, fill=fill)
-        self.transport = MemoryTransport(hub, name, checksums=checksums)
+        self.transport = MemoryTransport(hub, name, copy=self.pool.copy_extents)
         self.connector = HandoffConnector(self.transport, clock, config)
         self.events: list[HandoffEvent] = []
         self.received: dict[str, tuple[int, ...]] = {}  # finished_recving
         self.sent: list[str] = []  # finished_sending
+        self.revoked: list[str] = []  # revoked_recving
         self._activity = threading.Event()
         self.connector.register_kv_caches(self.pool, self._activity.set)
 
     @property
     def endpoint(self) -> str:
         return self.transport.endpoint
+
+    def close(self) -> None:
+        """It dies: nobody is told but by the transport."""
+        self.transport.close()
+        self.connector._desk.digester.close()
 
     def poll(self) -> None:
         """What the end of a step does."""
@@ -138,6 +162,7 @@ class End:
             self.received[request_id] = tokens
         assert not set(output.finished_sending) & set(self.sent), "told twice"
         self.sent.extend(output.finished_sending)
+        self.revoked.extend(output.revoked_recving)
         self.events.extend(self.connector.take_events())
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -158,21 +183,19 @@ class End:
         mine = [event for event in self.events if event.request_id == request.request_id]
         return [event.reason for event in mine if event.kind in ends]
 
+    def read(self) -> list[Message]:
+        """What has come, instead of the connector, which hears nothing of it."""
+        return [decode(received.data) for received in self.transport.receive()]
+
     def say(self, peer: End, message: Message) -> None:
         """Something that this end would not say by itself now."""
         self.transport.notify(peer.endpoint, encode(message))
 
     def check_empty(self) -> None:
         """Nothing of any hand-off is left."""
-        assert self.connector.idle
-        assert not self.connector.sources
-        assert not self.connector.sinks
-        assert not self.connector.has_events
-        assert self.connector.counts().active == 0
-        assert self.connector.next_deadline() is None
-        leftovers = vars(self.connector) | vars(self.transport)
-        for name in ("_outbox", "_early", "_recving", "_sent", "_open", "_writing"):
-            assert not leftovers[name], name
+        check_connector_is_empty(self.connector)
+        for name in ("_open", "_writing"):
+            assert not vars(self.transport)[name], name
 
 
 class Prefill(End):
@@ -186,7 +209,8 @@ class Prefill(End):
     def compute(self, request: FakeRequest, table: Sequence[int], num_tokens: int) -> None:
         """One step: `num_tokens` more tokens, into `table`. What was computed before may travel."""
         request.table = tuple(table)
-        step = FakeStep([request])
+        self.connector.update_state_after_alloc(request, table, 0)
+        step = FakeStep([request], num_new=num_tokens)
         self.connector.start_load_kv(self.connector.build_connector_meta(step))
         request.num_computed_tokens += num_tokens
         for number, block_id in enumerate(table):
@@ -226,8 +250,15 @@ class Prefill(End):
 class Decode(End):
     """The scheduler of D, by hand. Its pool is filled with what no request has."""
 
-    def __init__(self, hub: MemoryHub, clock: Clock, config: HandoffConfig = CONFIG) -> None:
-        super().__init__(hub, "d", clock, config, fill=0xDD)
+    def __init__(
+        self,
+        hub: MemoryHub,
+        clock: Clock,
+        config: HandoffConfig = CONFIG,
+        *,
+        layout: BlockLayout = LAYOUT,
+    ) -> None:
+        super().__init__(hub, "d", clock, config, layout=layout, fill=0xDD)
 
     def add(self, p: End, at_p: FakeRequest) -> FakeRequest:
         self.connector.add_sink(at_p.ticket, p.endpoint)
@@ -265,6 +296,15 @@ class Decode(End):
 
     def is_untouched(self, block_ids: Sequence[int]) -> bool:
         return bool((self.pool.bytes[list(block_ids)] == 0xDD).all())
+
+
+def lose(kind: type[Message], sender: End, receiver: End) -> None:
+    """What `sender` has said arrives, but for this one message."""
+    messages = receiver.read()
+    assert sum(isinstance(message, kind) for message in messages) == 1, messages
+    for message in messages:
+        if not isinstance(message, kind):
+            sender.say(receiver, message)
 
 
 def settle(*ends: End) -> None:

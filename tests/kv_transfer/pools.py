@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer import BlockLayout, BlockPoolMemory
+from kv_transfer import BlockLayout, BlockPoolMemory, Extents
+from kv_transfer.transports.copy_thread import copy_extents
 
 TIMEOUT_S = 10.0  # until a test gives up waiting for what should happen at once
 
@@ -47,11 +49,13 @@ class GatedPool(BlockPoolMemory):
 
     gates: dict[int, Gate] = field(default_factory=dict)
 
-    def address_of(self, block_id: int) -> int:
-        gate = self.gates.get(block_id)
-        if gate is not None:
-            gate.pass_through()
-        return super().address_of(block_id)
+    def copy_extents(self, extents: Extents, our_address: int, their_address: int) -> None:
+        """One after the other, through the gates of our blocks: `copy` of a transport."""
+        for row in extents.rows:
+            gate = self.gates.get(int(row[0]) // self.layout.bytes_per_block)
+            if gate is not None:
+                gate.pass_through()
+            copy_extents(Extents(row.reshape(1, 3)), our_address, their_address)
 
     def gate(self, block_id: int) -> Gate:
         """A closed gate in front of this block."""
@@ -60,8 +64,8 @@ class GatedPool(BlockPoolMemory):
     @property
     def bytes(self) -> NDArray[np.uint8]:
         """[num_blocks, bytes_per_block], the memory itself."""
-        assert isinstance(self.owner, np.ndarray)
-        return self.owner
+        memory = (ctypes.c_uint8 * self.num_bytes).from_address(self.address)
+        return np.ctypeslib.as_array(memory).reshape(self.num_blocks, -1)
 
 
 def make_pool(num_blocks: int = 33, layout: BlockLayout = LAYOUT, fill: int = 0) -> GatedPool:

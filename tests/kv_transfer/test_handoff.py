@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kv_transfer import HandoffConfig, MemoryHub, Reason, WriteState
+from kv_transfer import Extents, HandoffConfig, MemoryHub, Reason, WriteState
+from kv_transfer.wire import Commit
 from protocol import HandoffTicket, TransferCounts
 from tests.kv_transfer.handoff_ends import (
     COMMITTED,
@@ -22,6 +25,7 @@ from tests.kv_transfer.handoff_ends import (
     Prefill,
     arrives,
     kv_of,
+    polled,
     settle,
 )
 from tests.kv_transfer.pools import LAYOUT
@@ -52,7 +56,8 @@ def test_blocks_travel_while_the_next_chunk_is_computed(p: Prefill, d: Decode) -
     assert set(p.told(at_p)[:-1]) == {PUSHED}
     assert p.sent == [at_p.request_id]
     assert d.received == {}
-    d.poll()
+    d.until(lambda: COMMITTED in d.told(at_d))
+    p.poll()
     assert d.told(at_d) == [STARTED, RESERVED, COMMITTED]
     assert d.received == {at_d.request_id: (7,)}
     assert d.holds_kv_of(at_d)
@@ -83,8 +88,7 @@ def test_what_d_has_does_not_travel(p: Prefill, d: Decode) -> None:
     d.reserve(at_d, D_TABLE, num_cached=32)
     p.finish(at_p)
     p.until(lambda: SENT in p.told(at_p))
-    d.poll()
-    assert d.received == {at_d.request_id: (7,)}
+    d.until(lambda: d.received == {at_d.request_id: (7,)})
     assert d.holds_kv_of(at_d, first_block=2)
     assert d.is_untouched(D_TABLE[:2])
     assert p.connector.counts().blocks == 1
@@ -102,19 +106,23 @@ def test_requests_that_travel_together_do_not_mix(p: Prefill, d: Decode) -> None
         p.compute(at_p, at_p.table, 20)
         p.finish(at_p, token=number)
     p.until(lambda: len(p.sent) == 8)
-    d.poll()
+    d.until(lambda: len(d.received) == 8)
     assert d.received == {at_d.request_id: (n,) for n, (_, at_d) in enumerate(pairs)}
     assert all(d.holds_kv_of(at_d) for _, at_d in pairs)
 
 
 def test_checksums_can_be_off(hub: MemoryHub, clock: Clock, d: Decode) -> None:
-    p = Prefill(hub, "p2", clock, checksums=False)
+    p = Prefill(hub, "p2", clock, replace(CONFIG, checksums=False))
     at_p = p.add(d)
     at_d = d.add(p, at_p)
     p.prefill(at_p, P_TABLE)
     d.reserve(at_d, D_TABLE)
+    p.until(lambda: SENT in p.told(at_p))
+    (commit,) = [m for m in d.read() if isinstance(m, Commit)]
+    assert commit.checksums == ()
+    p.say(d, commit)
     arrives(p, d, at_d)
-    p.transport.close()
+    p.close()
 
 
 def test_nothing_lands_under_a_ticket_that_is_over(p: Prefill, d: Decode) -> None:
@@ -124,9 +132,13 @@ def test_nothing_lands_under_a_ticket_that_is_over(p: Prefill, d: Decode) -> Non
     p.prefill(at_p, P_TABLE)
     d.reserve(at_d, D_TABLE)
     arrives(p, d, at_d)
-    late = p.transport.write(d.endpoint, at_p.ticket, [(P_TABLE[0], D_TABLE[0])])
+    late = p.transport.write(d.endpoint, at_p.ticket, _one_block(P_TABLE[0], D_TABLE[0]))
     p.until(lambda: late.state is not WriteState.PENDING)
     assert late.state is WriteState.FAILED
+
+
+def _one_block(ours: int, theirs: int) -> Extents:
+    return Extents.of_blocks([(ours, theirs)], LAYOUT.bytes_per_block)
 
 
 def test_half_a_block_does_not_travel(p: Prefill, d: Decode) -> None:
@@ -175,14 +187,31 @@ def test_d_may_reserve_before_p_has_heard_of_the_request(p: Prefill, d: Decode) 
 
 
 def test_a_start_of_a_request_that_nobody_asks_for(p: Prefill, d: Decode, clock: Clock) -> None:
+    """P waits as long as for any reservation, and D remembers it as long as P says so."""
+    at_p = p.add(d)
+    p.prefill(at_p, P_TABLE)
+    until = clock.now + CONFIG.reserve_timeout_s
+    while clock.now < until - CONFIG.heartbeat_s:
+        polled(p, clock, CONFIG.heartbeat_s)
+        d.poll()
+    assert p.reasons(at_p) == []
+    polled(p, clock, 2 * CONFIG.heartbeat_s)
+    assert p.reasons(at_p) == [Reason.DEADLINE]
+    assert p.sent == [at_p.request_id]
+    d.poll()
+    assert not d.connector.idle
+    polled(d, clock, CONFIG.transfer_timeout_s + 1)
+    assert d.connector.idle
+
+
+def test_a_start_of_which_nothing_more_is_heard(p: Prefill, d: Decode, clock: Clock) -> None:
     at_p = p.add(d)
     p.prefill(at_p, P_TABLE)
     d.poll()
-    clock.advance(CONFIG.transfer_timeout_s)
+    polled(d, clock, CONFIG.transfer_timeout_s - 1)
+    assert p.transport.receive() == []
+    polled(d, clock, 2)
     settle(p, d)
-    assert p.reasons(at_p) == []
-    clock.advance(0.1)
-    settle(d, p)
     assert p.reasons(at_p) == [Reason.PEER_CANCELLED]
     assert p.sent == [at_p.request_id]
 
@@ -198,7 +227,7 @@ def test_more_starts_than_d_cares_to_remember(hub: MemoryHub, clock: Clock, p: P
     for request in requests:
         p.connector.abandon_source(request.request_id)
     settle(p)
-    d.transport.close()
+    d.close()
 
 
 # ---------------------------------------------------------------------- while a step is computed

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kv_transfer import OnTransferFailure
 from protocol import GenerationRequest
 from tests.kv_transfer.handoff_world import CONFIG, World
 
@@ -24,10 +25,19 @@ class HandoffLife(RuleBasedStateMachine):
 
     exact_fences = True
     pipelined = False  # plan a step while the one before is computed
+    layerwise = False
+    block_sizes = (16, 16)  # of P and of D
+    on_transfer_failure: OnTransferFailure = "retry"
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(exact_fences=self.exact_fences, pipelined=self.pipelined)
+        self.world = World(
+            exact_fences=self.exact_fences,
+            pipelined=self.pipelined,
+            layerwise=self.layerwise,
+            block_sizes=self.block_sizes,
+            on_transfer_failure=self.on_transfer_failure,
+        )
         self.for_p: list[GenerationRequest] = []
         self.for_d: list[GenerationRequest] = []
 
@@ -159,7 +169,7 @@ class HandoffLifeOnABadNetwork(HandoffLife):
         if sinks:
             sink = data.draw(st.sampled_from(sinks))
             block_id = data.draw(st.sampled_from(sink.block_ids))
-            self.world.d.runner.pool[block_id, 0] ^= 1
+            self.world.d.runner.pool[block_id, 0, 0, 0] ^= 1
 
 
 _SETTINGS = settings(
@@ -179,16 +189,29 @@ TestHandoffLifeOnABadNetwork.settings = _SETTINGS
 
 class PipelinedLife(HandoffLife):
     pipelined = True
+    layerwise = True
 
 
 class PipelinedLifeWithoutFences(HandoffLifeWithoutFences):
     pipelined = True
+    block_sizes = (16, 32)
 
 
 class PipelinedLifeOnABadNetwork(HandoffLifeOnABadNetwork):
     pipelined = True
+    layerwise = True
+    on_transfer_failure = "recompute"
 
 
+class UnequalLifeOnABadNetwork(HandoffLifeOnABadNetwork):
+    exact_fences = False
+    layerwise = True
+    block_sizes = (32, 16)
+    on_transfer_failure = "recompute"
+
+
+TestUnequalLifeOnABadNetwork = UnequalLifeOnABadNetwork.TestCase
+TestUnequalLifeOnABadNetwork.settings = _SETTINGS
 TestPipelinedLife = PipelinedLife.TestCase
 TestPipelinedLife.settings = _SETTINGS
 TestPipelinedLifeWithoutFences = PipelinedLifeWithoutFences.TestCase

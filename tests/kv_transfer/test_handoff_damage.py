@@ -8,8 +8,17 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from kv_transfer import LayoutMismatch, MemoryHub, PeerUnreachable, Reason
-from kv_transfer.wire import Cancel, Closed, Commit, Destination, Heartbeat, PrefillStarted, decode
+from kv_transfer import MemoryHub, PeerUnreachable, Reason
+from kv_transfer.wire import (
+    VERSION,
+    Arrived,
+    Cancel,
+    Closed,
+    Commit,
+    Destination,
+    Heartbeat,
+    PrefillStarted,
+)
 from protocol import FinishReason, HandoffTicket, TransferCounts
 from tests.kv_transfer.handoff_ends import (
     BLOCK,
@@ -42,14 +51,14 @@ def test_a_block_that_was_damaged_on_its_way(p: Prefill, d: Decode) -> None:
     d.reserve(at_d, D_TABLE)
     p.until(lambda: SENT in p.told(at_p))
     d.pool.bytes[D_TABLE[1], 100] ^= 1
-    d.poll()
+    d.until(lambda: d.reasons(at_d) != [])
     assert COMMITTED not in d.told(at_d)
     assert d.reasons(at_d) == [Reason.CHECKSUM]
     assert d.received == {}
     d.end(at_d, FinishReason.ERROR)
     d.poll()
     assert d.received == {at_d.request_id: ()}
-    assert d.connector.counts() == TransferCounts(failed=1)
+    assert d.connector.counts() == TransferCounts(failed=1, reasons={"checksum": 1})
     assert p.connector.counts().committed == 1  # it did its part
 
 
@@ -61,8 +70,8 @@ def test_a_commit_with_another_number_of_checksums(
     at_d = d.add(p, at_p)
     p.compute(at_p, P_TABLE, 20)
     d.reserve(at_d, D_TABLE)
-    p.say(d, Commit(at_p.ticket, (7,), (0,) * num_checksums))
-    d.poll()
+    p.say(d, Commit(at_p.ticket, 40, (7,), (0,) * num_checksums))
+    d.until(lambda: d.reasons(at_d) != [])
     assert d.reasons(at_d) == [Reason.CHECKSUM]
     d.end(at_d)
     p.connector.abandon_source(at_p.request_id)
@@ -73,7 +82,7 @@ def test_a_commit_for_which_nothing_was_reserved(p: Prefill, d: Decode) -> None:
     """D has no block of it, so whatever P believes, nothing is here."""
     at_p = p.add(d)
     at_d = d.add(p, at_p)
-    p.say(d, Commit(at_p.ticket, (7,), ()))
+    p.say(d, Commit(at_p.ticket, 40, (7,), ()))
     d.poll()
     assert d.told(at_d) == [LOST]
     assert d.connector.get_num_new_matched_tokens(at_d, 0) == (None, False)
@@ -87,7 +96,7 @@ def test_a_destination_that_is_too_small(p: Prefill, d: Decode) -> None:
     at_d = d.add(p, at_p)
     p.prefill(at_p, P_TABLE)
     p.transport.receive()
-    d.say(p, Destination(at_p.ticket, d.endpoint, 0, D_TABLE[:2]))
+    d.say(p, Destination(at_p.ticket, 1, 0, D_TABLE[:2]))
     p.until(lambda: SENT in p.told(at_p))
     assert p.reasons(at_p) == [Reason.LAYOUT]
     d.poll()
@@ -102,29 +111,43 @@ def test_what_is_no_message_is_dropped(
     at_d = d.add(p, at_p)
     p.prefill(at_p, P_TABLE)
     p.transport.notify(d.endpoint, b"nonsense")
-    d.transport.notify(p.endpoint, b"\x92\x02\xc0")
+    d.transport.notify(p.endpoint, bytes([0x92, VERSION + 1, 0xC0]))
     with caplog.at_level(logging.WARNING):
         d.poll()
         d.reserve(at_d, D_TABLE)
         arrives(p, d, at_d)
-    assert "dropped: not a message" in caplog.text
-    assert "dropped: the peer speaks version 2" in caplog.text
+    assert "dropped what memory:p sent: not a message" in caplog.text
+    assert f"dropped what memory:d sent: the peer speaks version {VERSION + 1}" in caplog.text
 
 
 def test_a_peer_with_other_blocks_is_refused(hub: MemoryHub, clock: Clock, p: Prefill) -> None:
     layout = msgspec.structs.replace(LAYOUT, fingerprint="another model")
     other = End(hub, "other", clock, layout=layout)
-    for _ in range(2):
-        with pytest.raises(LayoutMismatch, match="fingerprint is f on memory:p, but another model"):
-            p.add(other)
-    other.transport.close()
+    at_p = p.add(other)
+    p.poll()
+    assert p.reasons(at_p) == [Reason.LAYOUT]
+    detail = p.events[-1].detail
+    assert detail == "fingerprint is f on memory:p, but another model on memory:other"
+    assert other.read() == [Closed(at_p.ticket, Reason.LAYOUT, detail)]
+    other.close()
 
 
 def test_nobody_to_push_to(hub: MemoryHub, clock: Clock, p: Prefill, d: Decode) -> None:
     gone = End(hub, "gone", clock)
-    gone.transport.close()
-    with pytest.raises(PeerUnreachable, match="memory:gone"):
-        p.add(gone)
+    gone.close()
+    p.poll()  # that it is gone is old news
+    at_p = p.add(gone)
+    p.poll()
+    assert p.reasons(at_p) == [Reason.PEER_LOST]
+    assert "memory:gone" in p.events[-1].detail
+
+
+def test_no_way_to_a_peer(p: Prefill, d: Decode) -> None:
+    ticket = HandoffTicket("r", 0)
+    with pytest.raises(PeerUnreachable, match="tcp:far"):
+        p.connector.add_source(ticket, "tcp:far", arrival_time=0.0)
+    with pytest.raises(PeerUnreachable, match="tcp:far"):
+        d.connector.add_sink(ticket, "tcp:far")
 
 
 # ---------------------------------------------------------------------- odd messages
@@ -133,9 +156,9 @@ def test_nobody_to_push_to(hub: MemoryHub, clock: Clock, p: Prefill, d: Decode) 
 Say = Callable[[Prefill, Decode, FakeRequest], None]
 
 ODD: dict[str, Say] = {
-    "start": lambda p, d, r: p.say(d, PrefillStarted(r.ticket, p.endpoint)),
+    "start": lambda p, d, r: p.say(d, PrefillStarted(r.ticket)),
     "heartbeat": lambda p, d, r: p.say(d, Heartbeat(r.ticket)),
-    "destination": lambda p, d, r: d.say(p, Destination(r.ticket, d.endpoint, 0, D_TABLE)),
+    "destination": lambda p, d, r: d.say(p, Destination(r.ticket, 1, 0, D_TABLE)),
 }
 
 
@@ -168,9 +191,9 @@ def test_a_repeated_end_does_no_harm(p: Prefill, d: Decode, checksums: tuple[int
     p.prefill(at_p, P_TABLE)
     d.reserve(at_d, D_TABLE)
     arrives(p, d, at_d)
-    p.say(d, Commit(at_p.ticket, (8,), checksums))
+    p.say(d, Commit(at_p.ticket, 40, (8,), checksums))
     p.say(d, Closed(at_p.ticket, Reason.WRITE_FAILED))
-    d.say(p, Cancel(at_p.ticket, Reason.CANCELLED, d.endpoint))
+    d.say(p, Cancel(at_p.ticket, Reason.CANCELLED))
     settle(d, p)
     assert d.received == {at_d.request_id: (7,)}
     assert d.reasons(at_d) == []
@@ -183,10 +206,11 @@ def test_a_commit_that_comes_twice_before_d_looks(p: Prefill, d: Decode) -> None
     d.reserve(at_d, D_TABLE)
     p.until(lambda: SENT in p.told(at_p))
     d.pool.bytes[D_TABLE[0], 0] ^= 1
-    commit = next(m for m in d.transport.receive() if isinstance(decode(m), Commit))
+    commit = next(message for message in d.read() if isinstance(message, Commit))
     for _ in range(2):
-        p.transport.notify(d.endpoint, commit)
-    d.poll()
+        p.say(d, commit)
+    d.until(lambda: d.reasons(at_d) != [])
+    settle(p, d)
     assert d.reasons(at_d) == [Reason.CHECKSUM]  # told once
     d.end(at_d)
 
@@ -198,21 +222,21 @@ def test_a_stale_generation_is_another_hand_off(p: Prefill, d: Decode) -> None:
     d.reserve(at_d, D_TABLE)
     other = HandoffTicket("r", 1)
     p.say(d, Closed(other, Reason.CANCELLED))
-    d.say(p, Cancel(other, Reason.CANCELLED, d.endpoint))
+    d.say(p, Cancel(other, Reason.CANCELLED))
     arrives(p, d, at_d)
 
 
 def test_whoever_asks_after_an_unknown_hand_off_is_told(p: Prefill, d: Decode) -> None:
     unknown = HandoffTicket("unknown", 3)
-    d.say(p, Destination(unknown, d.endpoint, 0, (1,)))
-    d.say(p, Cancel(unknown, Reason.DEADLINE, d.endpoint))
+    d.say(p, Destination(unknown, 1, 0, (1,)))
+    d.say(p, Cancel(unknown, Reason.DEADLINE))
     p.poll()
     closed = Closed(unknown, Reason.PEER_CANCELLED)
-    assert [decode(message) for message in d.transport.receive()] == [closed, closed]
-    for message in (Heartbeat(unknown), Commit(unknown, (1,), ()), closed):
+    assert d.read() == [closed, closed]
+    for message in (Heartbeat(unknown), Commit(unknown, 40, (1,), ()), closed):
         p.say(d, message)
     d.poll()
-    assert list(p.transport.receive()) == []
+    assert p.read() == [Arrived(unknown)]  # else P would say it again and again
 
 
 def test_blocks_are_named_by_their_number_in_the_prompt(p: Prefill, d: Decode) -> None:

@@ -113,7 +113,7 @@ def test_d_gives_up_before_it_reserves(p: Prefill, d: Decode) -> None:
     assert p.reasons(at_p) == [Reason.PEER_CANCELLED]
     assert p.sent == [at_p.request_id]
     assert d.told(at_d) == [STARTED]  # whoever drops it knows
-    assert d.connector.counts() == TransferCounts(aborted=1)
+    assert d.connector.counts() == TransferCounts(aborted=1, reasons={"cancelled": 1})
 
 
 def test_d_gives_up_before_p_has_heard_of_the_request(p: Prefill, d: Decode, clock: Clock) -> None:
@@ -177,7 +177,7 @@ def test_d_gives_up_while_the_commit_is_on_its_way(p: Prefill, d: Decode) -> Non
     settle(p, d)
     assert d.received == {at_d.request_id: ()}
     assert p.reasons(at_p) == [None]
-    assert d.connector.counts() == TransferCounts(aborted=1)
+    assert d.connector.counts() == TransferCounts(aborted=1, reasons={"cancelled": 1})
 
 
 # ---------------------------------------------------------------------- a peer is gone
@@ -186,7 +186,7 @@ def test_d_gives_up_while_the_commit_is_on_its_way(p: Prefill, d: Decode) -> Non
 def test_d_is_gone_when_p_says_something(p: Prefill, hub: MemoryHub, clock: Clock) -> None:
     d = End(hub, "gone", clock)
     requests = [p.add(d, name=name) for name in "ab"]
-    d.transport.close()
+    d.close()
     p.compute(requests[0], P_TABLE, 20)
     p.poll()
     assert [p.reasons(request) for request in requests] == [[Reason.PEER_LOST]] * 2
@@ -196,8 +196,8 @@ def test_d_is_gone_when_p_pushes(p: Prefill, hub: MemoryHub, clock: Clock) -> No
     gone = End(hub, "gone", clock, fill=0xDD)
     at_p = p.add(gone)
     p.prefill(at_p, P_TABLE)
-    gone.say(p, Destination(at_p.ticket, gone.endpoint, 0, D_TABLE))
-    gone.transport.close()
+    gone.say(p, Destination(at_p.ticket, 1, 0, D_TABLE))
+    gone.close()
     p.until(lambda: SENT in p.told(at_p))
     assert p.reasons(at_p)[0] in (Reason.WRITE_FAILED, Reason.PEER_LOST)
     assert p.sent == [at_p.request_id]
@@ -211,7 +211,7 @@ def test_p_is_gone_when_d_says_something(d: Decode, hub: MemoryHub, clock: Clock
     other = d.add(p, FakeRequest(HandoffTicket("other", 0), 20))
     p.compute(at_p, P_TABLE, 20)
     d.poll()
-    p.transport.close()
+    p.close()
     d.reserve(at_d, D_TABLE)
     d.poll()
     assert d.reasons(at_d) == d.reasons(other) == [Reason.PEER_LOST]
@@ -219,7 +219,7 @@ def test_p_is_gone_when_d_says_something(d: Decode, hub: MemoryHub, clock: Clock
         d.end(request)
     d.poll()
     assert d.received == {at_d.request_id: ()}
-    assert d.connector.counts() == TransferCounts(failed=2)
+    assert d.connector.counts() == TransferCounts(failed=2, reasons={"peer_lost": 2})
 
 
 def test_the_others_go_on_when_one_peer_is_gone(
@@ -229,7 +229,7 @@ def test_the_others_go_on_when_one_peer_is_gone(
     lost = p.add(gone, name="lost")
     at_p = p.add(d)
     at_d = d.add(p, at_p)
-    gone.transport.close()
+    gone.close()
     p.compute(lost, (20, 21), 20)
     p.prefill(at_p, P_TABLE)
     d.reserve(at_d, D_TABLE)
@@ -278,4 +278,4 @@ def test_a_shutdown_waits_for_writes_both_ways(p: Prefill, d: Decode) -> None:
     p.until(lambda: SENT in p.told(at_p))
     assert (d.pool.bytes == before).all()
     d.connector.sinks.clear()
-    d.connector._outbox.clear()
+    d.connector._desk.flush()

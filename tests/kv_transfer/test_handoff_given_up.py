@@ -138,9 +138,9 @@ def test_the_youngest_pin_without_a_destination_is_given_up(p: Prefill, d: Decod
         p.connector.abandon_source(request.request_id)
     p.poll()
     assert p.sent == ["reserved/0"]  # the others' blocks were given up before
-    d.poll()
+    d.until(lambda: at_d.request_id in d.received)
     for request in (*requests.values(), computing):  # D has not heard of them
-        d.connector._early.pop(request.ticket, None)
+        d.connector._receive._early.pop(request.ticket, None)
 
 
 @pytest.mark.parametrize("again", [FinishReason.LENGTH, FinishReason.STOP])

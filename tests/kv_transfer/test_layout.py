@@ -8,16 +8,32 @@ from tests.kv_transfer.pools import LAYOUT, make_pool
 
 
 def test_equal_layouts_go_together() -> None:
-    LAYOUT.check_same(msgspec.structs.replace(LAYOUT), "p", "d")
+    LAYOUT.check_compatible(msgspec.structs.replace(LAYOUT), "p", "d")
 
 
-@pytest.mark.parametrize("field", BlockLayout.__struct_fields__)
+MAY_DIFFER = ("block_size", "bytes_per_block")
+
+
+@pytest.mark.parametrize("field", MAY_DIFFER)
+def test_blocks_may_hold_different_numbers_of_tokens(field: str) -> None:
+    other = msgspec.structs.replace(LAYOUT, **{field: 2 * getattr(LAYOUT, field)})
+    LAYOUT.check_compatible(other, "p", "d")
+
+
+def test_rows_lie_in_layers_and_layers_in_blocks() -> None:
+    layout = msgspec.structs.replace(LAYOUT, num_layers=3, bytes_per_block=1536)
+    assert layout.row_bytes == 16  # one KV head of 4 float32
+    assert layout.bytes_per_layer == 2 * 16 * layout.row_bytes
+    assert layout.bytes_per_block == 3 * layout.bytes_per_layer
+
+
+@pytest.mark.parametrize("field", [n for n in BlockLayout.__struct_fields__ if n not in MAY_DIFFER])
 def test_a_mismatch_names_the_field_and_both_values(field: str) -> None:
     ours = getattr(LAYOUT, field)
     theirs = ours + 1 if isinstance(ours, int) else f"{ours}X"
     other = msgspec.structs.replace(LAYOUT, **{field: theirs})
     with pytest.raises(LayoutMismatch) as caught:
-        LAYOUT.check_same(other, "memory:p", "memory:d")
+        LAYOUT.check_compatible(other, "memory:p", "memory:d")
     assert str(caught.value) == f"{field} is {ours} on memory:p, but {theirs} on memory:d"
 
 

@@ -1,59 +1,58 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 
-from kv_transfer import MemoryHub, MemoryTransport, PeerUnreachable, WriteState
+from kv_transfer import MemoryHub, MemoryTransport, PeerUnreachable
 from kv_transfer.transports.memory import MAX_INBOX
+from tests.kv_transfer.conformance_end import EndSpec, LocalEnd, Parts, usage
 from tests.kv_transfer.pools import make_pool
-from tests.kv_transfer.transport_conformance import (
-    TICKET,
-    End,
-    MakeTransport,
-    TransportConformance,
-)
+from tests.kv_transfer.transport_conformance import TICKET, ExactFences, MakeEnd, blocks
 
 
-class TestMemoryTransport(TransportConformance):
+def make_parts(hub: MemoryHub, spec: EndSpec) -> Parts:
+    pool = make_pool(spec.num_blocks, spec.layout)
+    return Parts(MemoryTransport(hub, spec.name, copy=pool.copy_extents), pool)
+
+
+@pytest.fixture
+def make_end() -> Iterator[MakeEnd[LocalEnd]]:
+    hub, before, made = MemoryHub(), usage(), []
+
+    def make(spec: EndSpec) -> LocalEnd:
+        made.append(LocalEnd(lambda spec: make_parts(hub, spec), spec))
+        return made[-1]
+
+    yield make
+    for end in made:
+        end.close()
+    after = usage()
+    assert (after.threads, after.descriptors) == (before.threads, before.descriptors)
+
+
+class TestMemoryTransport(ExactFences):
     @pytest.fixture
-    def make_transport(self) -> MakeTransport:
-        hub = MemoryHub()
-        return lambda name: MemoryTransport(hub, name)
+    def make_end(self, make_end: MakeEnd[LocalEnd]) -> MakeEnd[LocalEnd]:
+        return make_end
 
 
-def test_checksums_can_be_left_out() -> None:
-    hub = MemoryHub()
-    p = End(MemoryTransport(hub, "p", checksums=False), make_pool(fill=1))
-    d = End(MemoryTransport(hub, "d"), make_pool())
-    d.transport.open(TICKET, [1, 2])
-    write = p.write(d, TICKET, [(1, 1), (2, 2)])
-    assert p.ended(write) is WriteState.DONE
-    assert list(write.checksums) == []
-    assert (d.pool.bytes[1:3] == 1).all()
-    p.transport.close()
-
-
-def test_a_node_that_only_receives_has_no_thread() -> None:
-    hub = MemoryHub()
-    p, d = (End(MemoryTransport(hub, name), make_pool()) for name in "pd")
+def test_a_node_that_only_receives_has_no_thread(make_end: MakeEnd[LocalEnd]) -> None:
+    p, d = make_end(EndSpec("p")), make_end(EndSpec("d"))
     before = set(threading.enumerate())
-    d.transport.open(TICKET, [1])
-    p.transport.notify(d.endpoint, b"")
+    d.open(TICKET, p.endpoint(), [1])
+    p.notify(d.endpoint(), b"")
     assert set(threading.enumerate()) == before
-    assert p.ended(p.write(d, TICKET, [(1, 1)])) is WriteState.DONE
-    assert {t.name for t in set(threading.enumerate()) - before} == {"copy-p"}
-    p.transport.close()
-    assert set(threading.enumerate()) == before
+    assert p.ended(p.write(d.endpoint(), TICKET, blocks((1, 1)))) == "DONE"
+    assert {thread.name for thread in set(threading.enumerate()) - before} == {"copy-p"}
 
 
-def test_a_node_that_reads_no_message_is_lost() -> None:
-    hub = MemoryHub()
-    p, d = (End(MemoryTransport(hub, name), make_pool()) for name in "pd")
-    for _ in range(MAX_INBOX):
-        p.transport.notify(d.endpoint, b"")
+def test_a_node_that_reads_no_message_is_lost(make_end: MakeEnd[LocalEnd]) -> None:
+    p, d = make_end(EndSpec("p")), make_end(EndSpec("d"))
+    p.notify_all(d.endpoint(), [b""] * MAX_INBOX)
     with pytest.raises(PeerUnreachable, match=f"memory:d has {MAX_INBOX} messages unread"):
-        p.transport.notify(d.endpoint, b"")
-    assert len(d.transport.receive()) == MAX_INBOX
-    p.transport.notify(d.endpoint, b"read again")
-    assert list(d.transport.receive()) == [b"read again"]
+        p.notify(d.endpoint(), b"")
+    assert len(d.receive()) == MAX_INBOX
+    p.notify(d.endpoint(), b"read again")
+    assert [received.data for received in d.receive()] == [b"read again"]

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import contextlib
 import re
+from typing import get_args
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kv_transfer import BadMessage, Reason
 from kv_transfer.wire import (
     MAX_MESSAGE_BYTES,
     VERSION,
+    Arrived,
     Cancel,
     Closed,
     Commit,
@@ -19,6 +21,9 @@ from kv_transfer.wire import (
     Heartbeat,
     Message,
     PrefillStarted,
+    Pushing,
+    Revoke,
+    Revoked,
     decode,
     encode,
 )
@@ -26,18 +31,35 @@ from protocol import HandoffTicket
 
 uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 block_ids = st.integers(1, 2**32 - 1)
+reservations = st.integers(1, 2**32 - 1)
 tickets = st.builds(HandoffTicket, st.text(max_size=40), uint32)
 reasons = st.sampled_from(Reason)
 messages = st.one_of(
-    st.builds(PrefillStarted, tickets, st.text()),
-    st.builds(Destination, tickets, st.text(), uint32, st.lists(block_ids).map(tuple)),
+    st.builds(PrefillStarted, tickets),
+    st.builds(Destination, tickets, reservations, uint32, st.lists(block_ids).map(tuple)),
+    st.builds(Pushing, tickets),
     st.builds(Heartbeat, tickets),
-    st.builds(Commit, tickets, st.lists(uint32).map(tuple), st.lists(uint64).map(tuple)),
-    st.builds(Closed, tickets, reasons),
-    st.builds(Cancel, tickets, reasons, st.text()),
+    st.builds(Commit, tickets, uint32, st.lists(uint32).map(tuple), st.lists(uint64).map(tuple)),
+    st.builds(Arrived, tickets),
+    st.builds(Closed, tickets, reasons, st.text(max_size=1024)),
+    st.builds(Cancel, tickets, reasons),
+    st.builds(Revoke, tickets, reservations),
+    st.builds(Revoked, tickets, reservations),
 )
 
 TICKET = HandoffTicket("r", 1)
+
+
+def test_all_messages_are_tried() -> None:
+    seen: set[type] = set()
+
+    @given(messages)
+    @settings(derandomize=True, max_examples=300, database=None)
+    def note(message: Message) -> None:
+        seen.add(type(message))
+
+    note()
+    assert seen == set(get_args(Message))
 
 
 @given(messages)
@@ -94,7 +116,7 @@ def test_a_message_that_was_cut_off_is_bad(message: Message, data: st.DataObject
 def test_what_is_too_long_is_neither_sent_nor_read() -> None:
     checksums = (2**64 - 1,) * (MAX_MESSAGE_BYTES // 9)
     with pytest.raises(BadMessage, match=f"at most {MAX_MESSAGE_BYTES} may be sent"):
-        encode(Commit(TICKET, (1,), checksums))
+        encode(Commit(TICKET, 1, (1,), checksums))
     with pytest.raises(BadMessage, match=f"{MAX_MESSAGE_BYTES + 1} bytes; at most"):
         decode(b"\x00" * (MAX_MESSAGE_BYTES + 1))
 
@@ -102,8 +124,8 @@ def test_what_is_too_long_is_neither_sent_nor_read() -> None:
 def test_the_largest_hand_off_fits() -> None:
     blocks = tuple(range(2**32 - 32_768, 2**32))
     for message in (
-        Commit(TICKET, (1,), (2**64 - 1,) * 32_768),
-        Destination(TICKET, "memory:d", 0, blocks),
+        Commit(TICKET, 2**20, (1,), (2**64 - 1,) * 32_768),
+        Destination(TICKET, 1, 0, blocks),
     ):
         assert decode(encode(message)) == message
 
@@ -120,14 +142,20 @@ def test_another_version_is_named(version: int) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"first_block": -1}, {"block_ids": [1, -1]}, {"block_ids": [1, 0]}, {"ticket": {}}],
+    [
+        {"first_block": -1},
+        {"reservation": 0},
+        {"block_ids": [1, -1]},
+        {"block_ids": [1, 0]},
+        {"ticket": {}},
+    ],
     ids=str,
 )
 def test_a_destination_that_cannot_be_is_bad(changes: dict[str, object]) -> None:
     content: dict[str, object] = {
         "type": "destination",
         "ticket": {"request_id": "r", "generation": 0},
-        "sender": "memory:d",
+        "reservation": 1,
         "first_block": 0,
         "block_ids": [1, 2],
     }

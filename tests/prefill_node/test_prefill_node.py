@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
 
 from protocol import Delta, FinishReason, GenerationRequest, SamplingParams, Timeline
 from tests.hash_model import expected_tokens, prompt_of
 from tests.kv_transfer.handoff_world import World
+
+
+def fail_the_push(world: World) -> GenerationRequest:
+    request = world.ask(prompt_of(40), 8)
+    world.give_p(request)
+    world.give_d(request)
+    world.go_on(6, writes=False)
+    (write,) = world.network.writes
+    write.fail()
+    world.go_on(2)
+    return request
 
 
 @pytest.fixture
@@ -113,42 +126,75 @@ def test_more_tokens_than_one_may_be_asked_for_but_not_of_p(world: World) -> Non
 def test_there_is_nobody_at_the_endpoint(world: World) -> None:
     request = world.ask(prompt_of(40), 8)
     world.give_p(request, decode_endpoint="played:nobody")
-    world.p.round()
+    for _ in range(2):
+        world.p.round()
     (delta,) = told_by_p(world, request)
     assert delta.failure is not None
-    assert (delta.failure.label, delta.failure.retryable) == ("peer_unreachable", True)
-    assert "played:nobody" in delta.failure.message
+    assert (delta.failure.label, delta.failure.retryable) == ("transfer_failed", True)
+    assert "peer_lost (there is no node at played:nobody)" in delta.failure.message
+    for _ in range(2):
+        world.p.round()
     assert world.p.runner._known == {}
     check_nothing_is_left(world)
 
 
 def test_the_decode_node_has_other_blocks(world: World) -> None:
-    layout = world.d.transport._layout
-    world.d.transport._layout = msgspec.structs.replace(layout, dtype="bfloat16")
+    pool = world.d.transport._pool
+    other = msgspec.structs.replace(pool.layout, dtype="bfloat16")
+    world.d.transport._pool = dataclasses.replace(pool, layout=other)
     request = world.ask(prompt_of(40), 8)
     world.give_p(request)
-    world.p.round()
+    for _ in range(2):
+        world.p.round()
     (delta,) = told_by_p(world, request)
     assert delta.failure is not None
-    assert (delta.failure.label, delta.failure.retryable) == ("layout_mismatch", False)
-    assert "dtype is float32" in delta.failure.message
+    assert (delta.failure.label, delta.failure.retryable) == ("transfer_failed", True)
+    assert "layout (dtype is float32 on played:p, but bfloat16" in delta.failure.message
     check_nothing_is_left(world)
 
 
 def test_a_push_that_fails_after_the_first_token(world: World) -> None:
-    request = world.ask(prompt_of(40), 8)
-    world.give_p(request)
-    world.give_d(request)
-    world.go_on(6, writes=False)
-    (write,) = world.network.writes
-    write.fail()
-    world.go_on(2)
+    request = fail_the_push(world)
     token, failure = told_by_p(world, request)
     assert token.token_ids == first_tokens(request)
     assert failure.failure is not None
     assert (failure.failure.label, failure.failure.retryable) == ("transfer_failed", True)
     assert "write_failed" in failure.failure.message
     assert failure.timeline is not None
+    assert world.p.connector.counts().outcomes == {"retry": 1}
+    check_nothing_is_left(world)
+
+
+def test_a_push_that_fails_is_the_end_if_so_configured() -> None:
+    world = World(on_transfer_failure="fail")
+    request = fail_the_push(world)
+    _, failure = told_by_p(world, request)
+    assert failure.failure is not None
+    assert (failure.failure.label, failure.failure.retryable) == ("transfer_failed", False)
+    assert world.p.connector.counts().outcomes == {"fail": 1}
+    check_nothing_is_left(world)
+
+
+def test_a_push_that_fails_may_be_left_to_d() -> None:
+    """D hears of it and computes the prompt; for P that is the end of a hand-off like any."""
+    world = World(on_transfer_failure="recompute")
+    request = fail_the_push(world)
+    token, last = told_by_p(world, request)
+    assert token.token_ids == first_tokens(request)
+    assert last.handed_off
+    assert last.failure is None
+    check_nothing_is_left(world)
+
+
+def test_a_node_that_is_gone_cannot_compute_anything() -> None:
+    world = World(on_transfer_failure="recompute")
+    request = world.ask(prompt_of(40), 8)
+    world.give_p(request, decode_endpoint="played:nobody")
+    for _ in range(2):
+        world.p.round()
+    (delta,) = told_by_p(world, request)
+    assert delta.failure is not None
+    assert delta.failure.retryable
     check_nothing_is_left(world)
 
 

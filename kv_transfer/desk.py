@@ -1,0 +1,62 @@
+"""What both sides of a connector share: messages to peers, events for the node, counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from kv_transfer.digest import Digester
+from kv_transfer.events import EventKind, HandoffEvent
+from kv_transfer.handoff_config import HandoffConfig
+from kv_transfer.layout import BlockPoolMemory
+from kv_transfer.states import HandoffState, Reason
+from kv_transfer.transport import PeerLost, PeerUnreachable, Transport
+from kv_transfer.wire import Message, encode
+
+
+class Desk:
+    """One node's outgoing messages, events and counts. Used from the engine's thread only."""
+
+    def __init__(
+        self, transport: Transport, clock: Callable[[], float], config: HandoffConfig
+    ) -> None:
+        self.transport = transport
+        self.clock = clock
+        self.config = config
+        self.pool: BlockPoolMemory
+        self.digester: Digester
+        self.events: list[HandoffEvent] = []
+        self.ended: Counter[HandoffState] = Counter()
+        self.failures: Counter[Reason] = Counter()
+        self.outcomes: Counter[str] = Counter()  # what the node did about failures
+        self._outbox: list[tuple[str, Message]] = []
+
+    @property
+    def empty(self) -> bool:
+        return not self._outbox
+
+    def send(self, peer: str, message: Message) -> None:
+        """With the next `flush`."""
+        self._outbox.append((peer, message))
+
+    def flush(self) -> list[PeerLost]:
+        """The peers that could not be told something."""
+        outbox, self._outbox = self._outbox, []
+        lost = []
+        for peer, message in outbox:
+            try:
+                self.transport.notify(peer, encode(message))
+            except PeerUnreachable as error:
+                lost.append(PeerLost(peer, error))
+        return lost
+
+    def tell(
+        self, kind: EventKind, request_id: str, reason: Reason | None = None, detail: str = ""
+    ) -> None:
+        self.events.append(HandoffEvent(kind, request_id, reason, detail, self.clock()))
+
+    def count(self, state: HandoffState, reason: Reason | None) -> None:
+        """A hand-off has ended."""
+        self.ended[state] += 1
+        if reason is not None:
+            self.failures[reason] += 1

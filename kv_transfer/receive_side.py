@@ -1,0 +1,286 @@
+"""D's side of a connector: the hand-offs that this node receives.
+
+    add ─ (PrefillStarted) ─ reserve ─ open: destination … commit, verified ─ recving
+
+Nothing here waits. What is asked of P and not answered is asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kv_transfer.desk import Desk
+from kv_transfer.events import EventKind
+from kv_transfer.sink import HandoffSink
+from kv_transfer.states import HandoffState, Reason
+from kv_transfer.transport import PeerRefused, PeerUnreachable
+from kv_transfer.wire import (
+    Arrived,
+    Cancel,
+    Closed,
+    Commit,
+    FromPrefill,
+    Heartbeat,
+    PrefillStarted,
+    Pushing,
+    Revoke,
+    Revoked,
+)
+from protocol import HandoffTicket
+
+logger = logging.getLogger(__name__)
+
+_MAX_OVER = 4096  # ended hand-offs that late messages are recognised of
+
+
+class ReceiveSide:
+    """All sinks of a node, by the scheduler's name of the request."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self.sinks: dict[str, HandoffSink] = {}
+        self.recving: dict[str, tuple[int, ...]] = {}  # loads that have ended, with their tokens
+        self.revoked: list[str] = []  # loads whose blocks P does not want any more
+        self._early: dict[HandoffTicket, tuple[str, float]] = {}  # starts before the job came
+        self._reserved: list[HandoffSink] = []  # with the step that is being planned
+        self._over: OrderedDict[HandoffTicket, None] = OrderedDict()
+
+    @property
+    def idle(self) -> bool:
+        return not (self.sinks or self._early)
+
+    # ------------------------------------------------------------------ the scheduler's side
+
+    def add(self, ticket: HandoffTicket, peer: str) -> bool:
+        """Whether P has started already. Raises PeerUnreachable: there is no way to `peer`."""
+        desk, now = self._desk, self._desk.clock()
+        peer = desk.transport.resolve(peer)
+        desk.transport.connect(peer)  # so that its death is noticed before it has said a word
+        deadline = now + desk.config.reserve_timeout_s
+        sink = HandoffSink(ticket, peer, started_at=now, deadline=deadline)
+        self.sinks[sink.request_id] = sink
+        starter, _ = self._early.pop(ticket, ("", 0.0))
+        if starter == peer:
+            self._note_start(sink)
+        return sink.started
+
+    def drop(self, request_id: str, reason: Reason) -> None:
+        """Forget a hand-off for which the scheduler was never asked."""
+        sink = self.sinks[request_id]
+        if not sink.state.ended:
+            sink.end(reason)
+            self._cancel(sink)
+        self._forget(sink)
+
+    def reserve(
+        self, sink: HandoffSink, first_block: int, block_ids: Sequence[int], num_tokens: int
+    ) -> None:
+        sink.reserve(first_block, block_ids, num_tokens)
+        self._reserved.append(sink)
+
+    def open_reserved(self) -> None:
+        """From now on P may write: what was computed before in those blocks has been computed."""
+        reserved, self._reserved = self._reserved, []
+        for sink in reserved:
+            if sink.state is not HandoffState.READY or sink.opened:
+                continue  # P gave up meanwhile, or the blocks were taken back
+            self._desk.transport.open(sink.ticket, sink.peer, sink.block_ids)
+            sink.opened = True
+            self._desk.tell(EventKind.RESERVED, sink.request_id)
+            if sink.started:  # else P may not even have the job, and is told when it starts
+                self._renew(sink)
+                self._desk.send(sink.peer, sink.destination())
+
+    def revoke(self, request_id: str) -> bool:
+        """Whether the blocks of this reservation can be taken back; `revoked` names it then.
+
+        If P knows them already it is asked to give them up, which it may refuse.
+        """
+        sink = self.sinks.get(request_id)
+        if sink is None or not sink.revocable:
+            return False
+        if not sink.offered:
+            self._take_back(sink)
+        elif not sink.revoking:
+            self._ask_back(sink)
+        return True
+
+    def release(self, sink: HandoffSink) -> None:
+        """The request has ended here before its KV was there."""
+        sink.released = True
+        if not sink.state.ended:
+            sink.end(Reason.CANCELLED)
+            self._cancel(sink)
+
+    # ------------------------------------------------------------------ moving on
+
+    def settle(self) -> None:
+        """Note what has ended, and repeat what was not answered."""
+        now = self._desk.clock()
+        for sink in list(self.sinks.values()):
+            self._settle(sink, now)
+        for ticket, (peer, deadline) in list(self._early.items()):
+            if now > deadline:
+                del self._early[ticket]
+                self._desk.send(peer, Cancel(ticket, Reason.DEADLINE))
+
+    def next_deadline(self) -> float | None:
+        times = [deadline for _, deadline in self._early.values()]
+        for sink in self.sinks.values():
+            if not sink.state.ended:
+                times.append(sink.deadline)
+            if self._asks(sink):
+                times.append(sink.ask_at)
+        return min(times, default=None)
+
+    def lose_peer(self, peer: str, error: PeerUnreachable) -> int:
+        """End what is under way with it; how much that was."""
+        reason = Reason.PEER_REFUSED if isinstance(error, PeerRefused) else Reason.PEER_LOST
+        mine = [s for s in self.sinks.values() if s.peer == peer and not s.state.ended]
+        for sink in mine:
+            self._lose(sink, reason, str(error))
+        return len(mine)
+
+    def stop(self) -> None:
+        for sink in self.sinks.values():
+            if not sink.state.ended:
+                self._desk.send(sink.peer, Cancel(sink.ticket, Reason.CANCELLED))
+
+    @staticmethod
+    def _asks(sink: HandoffSink) -> bool:
+        """Whether P owes an answer: that it writes no more."""
+        return sink.revoking or (sink.state.ended and not sink.fenced)
+
+    def _settle(self, sink: HandoffSink, now: float) -> None:
+        if sink.verified():
+            if sink.reason is None:
+                self._desk.tell(EventKind.COMMITTED, sink.request_id)
+            else:
+                self._note_loss(sink)
+        if not sink.state.ended and now > sink.deadline:
+            self._lose(sink, Reason.DEADLINE)
+            self._cancel(sink)
+        if sink.state.ended:
+            # Also where P gave proof: the ticket is over. What P never knew, it cannot write to.
+            proven = self._desk.transport.fence(sink.ticket) or not sink.offered
+            sink.fenced = sink.fenced or proven
+            self._settle_ended(sink)
+        if self._asks(sink) and now > sink.ask_at:
+            self._ask_back(sink) if sink.revoking else self._cancel(sink)
+
+    def _settle_ended(self, sink: HandoffSink) -> None:
+        if sink.fenced and (sink.state is HandoffState.COMMITTED or sink.released):
+            self._forget(sink)
+            if sink.block_ids:
+                self.recving[sink.request_id] = sink.tokens
+
+    def _forget(self, sink: HandoffSink) -> None:
+        del self.sinks[sink.request_id]
+        self._desk.count(sink.state, sink.reason)
+        self._over[sink.ticket] = None
+        if len(self._over) > _MAX_OVER:
+            self._over.popitem(last=False)
+
+    def _lose(self, sink: HandoffSink, reason: Reason, detail: str = "") -> None:
+        sink.end(reason, detail)
+        self._note_loss(sink)
+
+    def _note_loss(self, sink: HandoffSink) -> None:
+        self._desk.tell(EventKind.LOST, sink.request_id, sink.reason, sink.detail)
+        logger.info("hand-off %s lost: %s %s", sink.ticket, sink.reason, sink.detail)
+
+    def _note_start(self, sink: HandoffSink) -> None:
+        sink.started = True
+        self._renew(sink)
+
+    def _renew(self, sink: HandoffSink) -> None:
+        """P has shown that it is alive."""
+        deadline = self._desk.clock() + self._desk.config.transfer_timeout_s
+        sink.deadline = deadline if sink.started else max(sink.deadline, deadline)
+
+    def _cancel(self, sink: HandoffSink) -> None:
+        self._ask(sink, Cancel(sink.ticket, sink.reason or Reason.CANCELLED))
+
+    def _ask_back(self, sink: HandoffSink) -> None:
+        sink.revoking = True
+        self._ask(sink, Revoke(sink.ticket, sink.reservation))
+
+    def _ask(self, sink: HandoffSink, question: Cancel | Revoke) -> None:
+        sink.ask_at = self._desk.clock() + self._desk.config.heartbeat_s
+        self._desk.send(sink.peer, question)
+
+    def _take_back(self, sink: HandoffSink) -> None:
+        self._desk.transport.fence(sink.ticket)  # P has no part in it: the ticket is only closed
+        sink.take_back()
+        self.revoked.append(sink.request_id)
+
+    # ------------------------------------------------------------------ messages
+
+    def receive(self, peer: str, message: FromPrefill) -> None:
+        sink = self.sinks.get(str(message.ticket))
+        if isinstance(message, Commit):
+            # Also one that nobody waits for any more, or not yet: P need not say it again.
+            self._desk.send(peer, Arrived(message.ticket))
+        if sink is None:
+            if isinstance(message, PrefillStarted):
+                self._on_early(peer, message)
+        elif sink.peer == peer:
+            self._on_message(sink, message)
+
+    def _on_message(self, sink: HandoffSink, message: FromPrefill) -> None:
+        match message:
+            case PrefillStarted():
+                self._on_started(sink)
+            case Pushing():
+                self._renew(sink)
+                sink.push_begins()
+            case Heartbeat():
+                self._renew(sink)
+            case Commit():
+                self._renew(sink)  # to verify it takes time, too
+                self._on_commit(sink, message)
+            case Closed():
+                sink.fenced = True
+                if not sink.state.ended and sink.commit is None:  # else it is a late answer
+                    self._lose(sink, message.reason, message.detail)
+            case Revoked():
+                self._on_revoked(sink, message)
+
+    def _on_early(self, peer: str, message: PrefillStarted) -> None:
+        """P is faster than the job; or this hand-off is over here."""
+        known = message.ticket in self._early
+        if message.ticket in self._over:
+            self._desk.send(peer, Cancel(message.ticket, Reason.CANCELLED))
+        elif known or len(self._early) < self._desk.config.max_early:
+            deadline = self._desk.clock() + self._desk.config.transfer_timeout_s
+            self._early[message.ticket] = (peer, deadline)
+        else:
+            self._desk.send(peer, Cancel(message.ticket, Reason.DEADLINE))
+
+    def _on_started(self, sink: HandoffSink) -> None:
+        if sink.state.ended:
+            self._cancel(sink)
+            return
+        first = not sink.started
+        self._note_start(sink)
+        if first:
+            self._desk.tell(EventKind.STARTED, sink.request_id)
+        if sink.opened:
+            self._desk.send(sink.peer, sink.destination())
+
+    def _on_commit(self, sink: HandoffSink, commit: Commit) -> None:
+        sink.fenced = True
+        sink.revoking = False
+        if sink.state.ended or sink.commit is not None:
+            return
+        if not sink.accept(commit, self._desk.digester, self._desk.pool.layout):
+            self._note_loss(sink)
+
+    def _on_revoked(self, sink: HandoffSink, message: Revoked) -> None:
+        """P's word that it writes nothing there. If the request has ended, that is all it takes."""
+        if message.reservation != sink.reservation or not sink.revoking:
+            return
+        if sink.state is HandoffState.READY:
+            self._take_back(sink)

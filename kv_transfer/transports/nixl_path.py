@@ -1,0 +1,282 @@
+"""Writes from here to one peer, by NIXL. What is here belongs to the transport's thread."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_transfer.extents import Extents
+from kv_transfer.transport import PeerRefused, PeerUnreachable, WriteState
+from kv_transfer.transports.nixl_agent import (
+    NixlAgent,
+    NixlTransfer,
+    RemotePool,
+    TransferState,
+    check_version,
+)
+from kv_transfer.transports.nixl_frames import Broken, Frame, Offer, Want, Writing
+from protocol import HandoffTicket
+
+logger = logging.getLogger(__name__)
+
+# NIXL may copy it all in one call. In between, the thread hears what other peers have to say.
+_PART_BYTES = 64 << 20
+
+
+class NixlWrite:
+    """Extents that are to be written, or have been."""
+
+    def __init__(self, peer: str, ticket: HandoffTicket, extents: Extents) -> None:
+        self.peer = peer
+        self.ticket = ticket
+        self.extents = extents
+        self.state = WriteState.PENDING
+
+
+@dataclass
+class _Remote:
+    """The peer's pool behind one agent that it has offered."""
+
+    number: int
+    pool: RemotePool
+    running: int = 0  # writes
+    announced: bool = False  # the peer knows that we write
+    needs_help: bool = True  # of the peer's progress: NIXL does not copy by itself
+    retired: bool = False  # no write begins there any more
+
+
+@dataclass
+class _Running:
+    write: NixlWrite
+    remote: _Remote
+    parts: deque[NDArray[np.int64]]  # that have not been started
+    transfer: NixlTransfer | None = None
+
+
+class NixlPath:
+    """
+    nothing ──Want──► asked ──Offer──► open ──Broken, or the peer is lost──► nothing …
+
+    Writes wait for the offer. What is running when the peer is lost, runs until NIXL says how it
+    ended: the peer, or its system, closes the agent.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        agent: NixlAgent,
+        send: Callable[[Frame], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.peer = peer
+        self._agent = agent
+        self._send = send
+        self._on_end = on_end
+        self._asked = False
+        self._seen = 0  # number of the last offer
+        self._remote: _Remote | None = None
+        self._waiting: deque[NixlWrite] = deque()
+        self._running: list[_Running] = []
+        self._void: frozenset[HandoffTicket] = frozenset()  # nothing may be written under these
+        self._lost = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether `turn` has something to do."""
+        return bool(self._running) or (self._remote is not None and bool(self._waiting))
+
+    @property
+    def over(self) -> bool:
+        """Whether another path to this peer could as well begin where this one is."""
+        return self._lost and not self._running and not self._waiting
+
+    # ------------------------------------------------------------------ what happens
+
+    def submit(self, write: NixlWrite) -> None:
+        self._lost = False
+        self._waiting.append(write)
+        if self._remote is None and not self._asked:
+            self._ask()
+
+    def _ask(self) -> None:
+        try:
+            self._send(Want(self._seen))
+        except PeerUnreachable as error:
+            self.give_up(str(error))
+        else:
+            self._asked = True
+
+    def take_offer(self, offer: Offer) -> None:
+        self._seen = offer.number
+        self._asked = False
+        try:
+            remote = self._remote_of(offer)
+        except PeerRefused as error:
+            self.give_up(str(error))
+            return
+        self._void = frozenset(offer.void)
+        self._retire()
+        self._remote = remote
+
+    def _remote_of(self, offer: Offer) -> _Remote:
+        check_version(self.peer, offer.nixl_version)
+        if not offer.whole:
+            raise PeerRefused(f"{self.peer} sent damaged metadata of its agent")
+        pool = RemotePool.on(offer.device, offer.agent, offer.address, offer.num_bytes)
+        self._agent.add(offer.agent, offer.metadata)
+        return _Remote(offer.number, pool)
+
+    def give_up(self, problem: str) -> None:
+        """What has not begun, has failed."""
+        self._asked = False
+        if self._waiting:
+            logger.warning("nothing can be written to %s: %s", self.peer, problem)
+        while self._waiting:
+            self._settle(self._waiting.popleft(), WriteState.FAILED)
+
+    def lose(self, problem: str) -> None:
+        """The peer is gone. If it comes back, it makes another offer."""
+        self._lost = True
+        self._retire()
+        self.give_up(problem)
+
+    def _retire(self) -> None:
+        remote, self._remote = self._remote, None
+        if remote is not None:
+            remote.retired = True
+            self._remove_if_unused(remote)
+
+    def _remove_if_unused(self, remote: _Remote) -> None:
+        if remote.retired and not remote.running:
+            self._agent.remove(remote.pool.agent)
+
+    # ------------------------------------------------------------------ writing
+
+    def turn(self) -> bool:
+        """Begin what waits, and move on what runs. Whether that was of use."""
+        moved = False
+        while self._remote is not None and self._waiting:
+            moved = True
+            self._begin(self._waiting.popleft(), self._remote)
+        for running in list(self._running):
+            moved |= self._advance(running)
+        return moved
+
+    def _begin(self, write: NixlWrite, remote: _Remote) -> None:
+        fits = write.extents.within(self._agent.num_bytes, remote.pool.num_bytes)
+        if write.ticket in self._void or not fits:
+            self._settle(write, WriteState.FAILED)
+            return
+        pending = deque(parts(write.extents, _PART_BYTES))
+        if not pending:
+            self._settle(write, WriteState.DONE)
+            return
+        remote.running += 1
+        self._running.append(_Running(write, remote, pending))
+        if remote.needs_help:
+            self._announce(remote, begun=True)
+
+    def _advance(self, running: _Running) -> bool:
+        """One step; whether something moved."""
+        moved = True
+        if running.transfer is None:
+            if running.remote.retired:
+                self._end(running, WriteState.FAILED)
+                return True
+            self._start_part(running)
+        elif running.transfer.state is TransferState.RUNNING:
+            moved = running.transfer.poll()
+        transfer = running.transfer
+        assert transfer is not None
+        if transfer.state is TransferState.BROKEN:
+            return self._break(running, transfer)
+        if transfer.state is TransferState.RUNNING:
+            self._announce(running.remote, begun=True)
+            return moved
+        running.transfer = None
+        if not running.parts:
+            self._end(running, WriteState.DONE)
+        return True
+
+    def _start_part(self, running: _Running) -> None:
+        transfer = self._agent.start(running.remote.pool, running.parts.popleft())
+        running.transfer = transfer
+        running.remote.needs_help = transfer.state is TransferState.RUNNING
+
+    def _break(self, running: _Running, transfer: NixlTransfer) -> bool:
+        """It has failed, if the peer will know that before it hears anything else of us."""
+        remote = running.remote
+        try:
+            self._send(Broken(remote.number))
+        except PeerUnreachable as error:
+            if not self._lost:  # it reads nothing at the moment
+                return False
+            logger.debug("%s", error)
+        logger.warning("a write to %s has failed: %s", self.peer, transfer.problem)
+        if remote is self._remote:
+            self._retire()
+        self._end(running, WriteState.FAILED)
+        if self._waiting:
+            self._ask()
+        return True
+
+    def _end(self, running: _Running, state: WriteState) -> None:
+        remote = running.remote
+        self._running.remove(running)
+        remote.running -= 1
+        if not remote.running:
+            self._announce(remote, begun=False)
+            self._remove_if_unused(remote)
+        self._settle(running.write, state)
+
+    def _announce(self, remote: _Remote, *, begun: bool) -> None:
+        """If it cannot be told, it is lost, or has so much unread that it has to be told later."""
+        if remote.announced is begun or self._lost:
+            return
+        try:
+            self._send(Writing(remote.number, begun))
+        except PeerUnreachable as error:
+            logger.debug("%s", error)
+        else:
+            remote.announced = begun
+
+    def withdraw(self) -> None:
+        """Before the agent is closed: let go of all that runs."""
+        self.give_up("this node closes")
+        for running in self._running:
+            if running.transfer is not None:
+                running.transfer.release()
+
+    def end(self) -> None:
+        """After the agent was closed. Peers shut their doors as soon as they see that."""
+        for running in self._running:
+            self._settle(running.write, WriteState.FAILED)
+        self._running.clear()
+
+    def _settle(self, write: NixlWrite, state: WriteState) -> None:
+        write.state = state
+        self._on_end()
+
+
+def parts(extents: Extents, limit: int) -> list[NDArray[np.int64]]:
+    """The same bytes, in groups of about `limit` bytes, and never twice that."""
+    rows = _cut(extents.merged().rows, limit)
+    group = (np.cumsum(rows[:, 2]) - 1) // limit
+    return np.split(rows, np.flatnonzero(np.diff(group)) + 1) if len(rows) else []
+
+
+def _cut(rows: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    """No row longer than `limit` bytes."""
+    pieces = -(-rows[:, 2] // limit)
+    if (pieces <= 1).all():
+        return rows[rows[:, 2] > 0]
+    cut = np.repeat(rows, pieces, axis=0)
+    within = np.arange(len(cut)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    cut[:, :2] += (within * limit)[:, None]
+    cut[:, 2] = np.minimum(limit, cut[:, 2] - within * limit)
+    return cut
