@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster.transfer_config import TransferConfig, TransportChoice
 from decode_node import DecodeConfig
 from engine import KVCacheConfig
 from engine.weights import ModelConfig
@@ -25,8 +26,32 @@ class Topology(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeCores:
+    """The cores of each node of a kind, where nodes have processes of their own.
+
+    Raises:
+        ConfigError: there are none.
+    """
+
+    threads: int | None = None  # that compute; None: as many as cpus, or an equal share of all
+    cpus: tuple[int, ...] | None = None  # numbers of the only ones it may use; None: any
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError("threads", f"must be at least 1, not {self.threads}")
+        if self.cpus is not None and (not self.cpus or min(self.cpus) < 0):
+            raise ConfigError("cpus", f"must be numbers of cores, not {list(self.cpus)}")
+
+    def num_threads(self, num_cores: int, num_nodes: int) -> int:
+        """Of one of `num_nodes` nodes on a machine with `num_cores`."""
+        if self.threads is not None:
+            return self.threads
+        return max(1, num_cores // num_nodes) if self.cpus is None else len(self.cpus)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LocalConfig:
-    """A cluster in one process. Sizes of pools and batches are those of each node.
+    """A cluster on one machine. Sizes of pools and batches are those of each node.
 
     `prefill_scheduler` and `decode_scheduler` take the place of `scheduler` on the nodes of their
     kind; unified nodes are decode nodes here.
@@ -36,8 +61,11 @@ class LocalConfig:
     """
 
     topology: Topology = Topology.DISAGGREGATED
+    processes: bool = False  # each node in one of its own
     num_prefill: int = 1
     num_decode: int = 1  # of topology unified: the number of unified nodes
+    prefill_cores: NodeCores = field(default_factory=NodeCores)
+    decode_cores: NodeCores = field(default_factory=NodeCores)
     block_size: int = 16  # tokens
     kv_memory_bytes: int = GIB
     num_blocks: int | None = None  # usable ones; None: as many as fit into kv_memory_bytes
@@ -46,7 +74,7 @@ class LocalConfig:
     scheduler: SchedulerKnobs = field(default_factory=SchedulerKnobs)
     prefill_scheduler: SchedulerKnobs | None = None
     decode_scheduler: SchedulerKnobs | None = None
-    checksums: bool = True
+    transfer: TransferConfig = field(default_factory=TransferConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     record_schedules: Path | None = None  # a directory, for what each node's scheduler decides
@@ -71,6 +99,40 @@ class LocalConfig:
             if knobs is not None:
                 with errors_of(name):
                     _check_capabilities(knobs)
+        self._check_processes()
+
+    def _check_processes(self) -> None:
+        if self.processes:
+            if self.transfer.transport is TransportChoice.MEMORY:
+                raise ConfigError(
+                    "transport", "memory is within one process; nodes with their own need shm"
+                )
+            return
+        for name in ("prefill_cores", "decode_cores"):
+            for key in ("threads", "cpus"):
+                if getattr(getattr(self, name), key) is not None:
+                    raise ConfigError(
+                        f"{name}.{key}", "needs `processes`: nodes of one process share its cores"
+                    )
+
+    @property
+    def transport(self) -> TransportChoice:
+        """The one that `auto` stands for, or the one that was chosen."""
+        if self.transfer.transport is not TransportChoice.AUTO:
+            return self.transfer.transport
+        return TransportChoice.SHM if self.processes else TransportChoice.MEMORY
+
+    @property
+    def node_ids(self) -> list[tuple[Role, str]]:
+        """All nodes, by their roles."""
+        return [
+            (role, f"{role}-{number}")
+            for role, num_nodes in self.num_nodes.items()
+            for number in range(num_nodes)
+        ]
+
+    def cores(self, role: Role) -> NodeCores:
+        return self.prefill_cores if role is Role.PREFILL else self.decode_cores
 
     @property
     def num_nodes(self) -> dict[Role, int]:

@@ -22,11 +22,13 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from cluster.config import LocalConfig, ServeConfig, Topology, errors_of
+from cluster.config import LocalConfig, NodeCores, ServeConfig, Topology, errors_of
 from cluster.sizes import parse_size
+from cluster.transfer_config import ConnectorSpec, TransferConfig, TransportChoice
 from cluster.yaml_problem import describe, dotted
 from decode_node import DecodeConfig
 from decode_node.config import Reserve
+from kv_transfer import FaultPlan, OnTransferFailure
 from protocol import ConfigError
 from router import RouterConfig, get_policy
 from scheduler import SchedulerKnobs
@@ -69,13 +71,44 @@ class _Section(BaseModel):
 
 class PrefillSection(_Section):
     count: int = LocalConfig.num_prefill
+    threads: int | None = NodeCores.threads
+    cpus: list[int] | None = None
     scheduler: Knobs = {}
 
 
 class DecodeSection(_Section):
     count: int = LocalConfig.num_decode
+    threads: int | None = NodeCores.threads
+    cpus: list[int] | None = None
     reserve: Reserve = DecodeConfig.reserve
     scheduler: Knobs = {}
+
+
+class ConnectorSection(_Section):
+    path: str = Field(alias="class")
+    options: dict[str, Any] = {}
+
+
+class TransferSection(_Section):
+    transport: Annotated[TransportChoice, Field(strict=False)] = TransferConfig.transport
+    bind: str = TransferConfig.bind
+    nixl_device: str | None = TransferConfig.nixl_device
+    nixl_transports: str = TransferConfig.nixl_transports
+    layerwise: bool = TransferConfig.layerwise
+    checksums: bool = TransferConfig.checksums
+    on_transfer_failure: OnTransferFailure = TransferConfig.on_transfer_failure
+    max_quarantine: int | None = TransferConfig.max_quarantine
+    reserve_timeout_s: float = TransferConfig.reserve_timeout_s
+    transfer_timeout_s: float = TransferConfig.transfer_timeout_s
+    heartbeat_s: float = TransferConfig.heartbeat_s
+    connectors: list[ConnectorSection] = []
+    faults: dict[str, Any] | None = None
+
+    def transfer_config(self) -> TransferConfig:
+        values = {name: getattr(self, name) for name in TransferSection.model_fields}
+        connectors = [ConnectorSpec(path=c.path, options=c.options) for c in self.connectors]
+        faults = None if self.faults is None else FaultPlan.parse(self.faults)
+        return TransferConfig(**(values | {"connectors": tuple(connectors), "faults": faults}))
 
 
 class CacheSection(_Section):
@@ -99,11 +132,13 @@ class ClusterFile(_Section):
 
     model: str = DEFAULT_MODEL
     topology: Annotated[Topology, Field(strict=False)] = LocalConfig.topology
+    processes: bool = LocalConfig.processes
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
     scheduler: Knobs = {}
     cache: CacheSection = CacheSection()
     max_model_len: int | None = LocalConfig.max_model_len
+    transfer: TransferSection = TransferSection()
     router: RouterSection = RouterSection()
     gateway: GatewaySection = GatewaySection()
 
@@ -115,7 +150,7 @@ class ClusterFile(_Section):
         Raises:
             ConfigError: one of them is not what may stand in a file.
         """
-        values = self.model_dump()
+        values = self.model_dump(by_alias=True)
         for name, value in given.items():
             section, _, key = name.rpartition(".")
             (values[section] if section else values)[key] = value
@@ -133,8 +168,11 @@ class ClusterFile(_Section):
         with named_by_place():
             return LocalConfig(
                 topology=self.topology,
+                processes=self.processes,
                 num_prefill=self.prefill.count,
                 num_decode=self.decode.count,
+                prefill_cores=_cores("prefill_cores", self.prefill),
+                decode_cores=_cores("decode_cores", self.decode),
                 block_size=self.cache.block_size,
                 kv_memory_bytes=parse_size("kv_memory_bytes", self.cache.kv_memory),
                 num_blocks=self.cache.num_blocks,
@@ -143,6 +181,7 @@ class ClusterFile(_Section):
                 scheduler=SchedulerKnobs(**self.scheduler),
                 prefill_scheduler=self._knobs_of("prefill_scheduler", self.prefill.scheduler),
                 decode_scheduler=self._knobs_of("decode_scheduler", self.decode.scheduler),
+                transfer=self.transfer.transfer_config(),
                 decode=DecodeConfig(reserve=self.decode.reserve),
                 router=self._router_config(),
             )
@@ -171,16 +210,26 @@ class ClusterFile(_Section):
         return RouterConfig(policy=self.router.policy)
 
 
+def _cores(name: str, section: PrefillSection | DecodeSection) -> NodeCores:
+    cpus = None if section.cpus is None else tuple(section.cpus)
+    with errors_of(name):
+        return NodeCores(threads=section.threads, cpus=cpus)
+
+
 def _places() -> dict[str, str]:
     """Where in the file a field of the settings is, by the name that it has in a ConfigError."""
     places = {"num_prefill": "prefill.count", "num_decode": "decode.count"}
     places |= {"reserve": "decode.reserve", "kv_memory_bytes": "cache.kv_memory"}
-    for section, model in (("cache", CacheSection), ("gateway", GatewaySection)):
+    sections: dict[str, type[_Section]]
+    sections = {"cache": CacheSection, "gateway": GatewaySection, "transfer": TransferSection}
+    for section, model in sections.items():
         places |= {key: f"{section}.{key}" for key in model.model_fields}
     for knob in fields(SchedulerKnobs):
         places[knob.name] = f"scheduler.{knob.name}"
         for role in ("prefill", "decode"):
             places[f"{role}_scheduler.{knob.name}"] = f"{role}.scheduler.{knob.name}"
+    for role in ("prefill", "decode"):
+        places |= {f"{role}_cores.{key.name}": f"{role}.{key.name}" for key in fields(NodeCores)}
     return places
 
 

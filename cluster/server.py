@@ -1,4 +1,4 @@
-"""A local cluster behind a gateway, on a socket, until somebody says stop."""
+"""A cluster on this machine behind a gateway, on a socket, until somebody says stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from cluster.config import GIB, LocalConfig, ServeConfig
-from cluster.local import LocalCluster, RunnerFactory
+from cluster.local import LocalCluster
+from cluster.node_compute import RunnerFactory
+from cluster.processes import ProcessCluster
 from engine import KVCacheConfig
 from engine.weights import ModelFiles
 from gateway import ChatTemplate, GatewayConfig, ServedModel, Tokenizer, create_app
@@ -23,6 +25,8 @@ from protocol import ConfigError
 from telemetry import Metrics
 
 logger = logging.getLogger(__name__)
+
+Cluster = LocalCluster | ProcessCluster
 
 _GRACE_S = 2  # for open connections, once their requests are aborted
 
@@ -79,35 +83,67 @@ def _bind_error(config: ServeConfig, error: OSError) -> ConfigError:
 
 
 async def serve(
-    cluster: LocalCluster,
+    cluster: Cluster,
     model: ServedModel,
     listener: socket.socket,
     gateway: GatewayConfig,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Requests under way then end with an error that says so."""
-    app = create_app(
-        gateway,
-        backend=cluster.dispatcher,
-        model=model,
-        metrics=Metrics(),
-    )
+    """Serve until SIGINT or SIGTERM. Requests under way then end with an error that says so.
+
+    Raises:
+        ConfigError, ModelError, NodeLost: a node in a process of its own cannot start.
+    """
+    stopping = asyncio.Event()
+    with _signals_call(stopping.set):
+        if not await _start(cluster, stopping):
+            return
+        try:
+            await _answer(cluster, model, listener, gateway, stopping, on_ready)
+        finally:
+            await cluster.stop()
+
+
+async def _start(cluster: Cluster, stopping: asyncio.Event) -> bool:
+    """Whether the cluster has started; if it is to stop before that, nothing is left of it."""
+    starting = asyncio.create_task(cluster.start())
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait({starting})
+    if starting.cancelled():
+        return False
+    await starting
+    return True
+
+
+async def _answer(
+    cluster: Cluster,
+    model: ServedModel,
+    listener: socket.socket,
+    gateway: GatewayConfig,
+    stopping: asyncio.Event,
+    on_ready: Callable[[], None],
+) -> None:
+    app = create_app(gateway, backend=cluster.dispatcher, model=model, metrics=Metrics())
     settings = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_S
     )
     server = _Server(settings, on_ready)
 
-    def stop() -> None:
+    async def stop() -> None:
+        await stopping.wait()
         logger.info("stopping")
         app.state.live_requests.abort()
         server.should_exit = True
 
-    with _signals_call(stop):
-        await cluster.start()
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            await cluster.stop()
+    stop_task = asyncio.create_task(stop())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        stop_task.cancel()
 
 
 @contextlib.contextmanager
@@ -140,19 +176,21 @@ def served_model(files: ModelFiles, config: LocalConfig) -> ServedModel:
     )
 
 
-def make_cluster(files: ModelFiles, config: LocalConfig) -> LocalCluster:
-    """A cluster that computes with torch.
+def make_cluster(files: ModelFiles, config: LocalConfig, token: str | None = None) -> Cluster:
+    """A cluster that computes with torch. `token`: of the cluster; None: one of its own.
 
     Raises:
         ConfigError: the pools are larger than this machine's memory.
-        ConfigError, ModelError: as `torch_compute` does.
+        ConfigError, ModelError: as `torch_compute` does, if the nodes are in this process.
     """
     # What is wrong with the settings is told before torch loads.
     pool = config.kv_cache(files.config)
     for role in config.num_nodes:
         config.scheduler_config(role, files.config, pool.num_blocks - 1)
     _check_memory(config, pool)
-    return LocalCluster(config, files, _compute(files, config))
+    if config.processes:
+        return ProcessCluster(config, files, token=token)
+    return LocalCluster(config, files, _compute(files, config), token=token)
 
 
 def _check_memory(config: LocalConfig, pool: KVCacheConfig) -> None:

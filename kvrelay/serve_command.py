@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
 
-from cluster import LocalCluster, LocalConfig, ServeConfig
-from cluster.server import bind, make_cluster, serve, served_model
+from cluster import LocalConfig, ServeConfig
+from cluster.server import Cluster, bind, make_cluster, serve, served_model
 from cluster.sizes import format_size
 from engine.weights import ModelFiles, ModelStore
 from gateway import GatewayConfig
@@ -26,6 +26,7 @@ class ServeCommand:
     local: LocalConfig
     gateway: GatewayConfig
     console: Console
+    cluster_token: str | None = field(default=None, repr=False)
 
     def run(self) -> None:
         """Serve until a signal.
@@ -33,6 +34,7 @@ class ServeCommand:
         Raises:
             ConfigError: a setting does not go with this machine or this model.
             ModelError: the model is unknown or broken.
+            NodeLost: the process of a node did not start.
         """
         began = time.monotonic()
         with bind(self.serve) as listener:
@@ -40,10 +42,10 @@ class ServeCommand:
             files = resolve_model(self.serve, self.console)
             self.console.print(f"[bold]model[/bold]    {_describe_model(files)}")
             model = served_model(files, self.local)
-            cluster = make_cluster(files, self.local)
-            self.console.print(_node_table(cluster))
+            cluster = make_cluster(files, self.local, self.cluster_token)
 
             def on_ready() -> None:
+                self.console.print(_node_table(cluster))
                 took = time.monotonic() - began
                 self.console.print(
                     f"[bold green]ready[/bold green]    http://{_url_host(self.serve.host)}:{port}"
@@ -76,7 +78,7 @@ _NODE_COLUMNS = (
 )
 
 
-def _node_table(cluster: LocalCluster) -> Table:
+def _node_table(cluster: Cluster) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in _NODE_COLUMNS:
         table.add_column(column, justify="left" if column in ("node", "role") else "right")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,9 @@ from kvrelay.model_options import DEFAULT_MODEL, CacheDir, cache_dir_of
 from kvrelay.stop_signals import end_on_stop_signals
 from protocol import ConfigError
 from scheduler import SchedulerKnobs
+
+_CLUSTER_TOKEN = "KVRELAY_CLUSTER_TOKEN"
+_MIN_TOKEN_CHARACTERS = 16
 
 
 def serve(
@@ -35,6 +39,7 @@ def serve(
     topology: Annotated[
         str, typer.Option(help="disaggregated: prefill and decode nodes; unified: one kind.")
     ] = "disaggregated",
+    processes: Annotated[bool, typer.Option(help="Run each node in a process of its own.")] = False,
     prefill: Annotated[int, typer.Option(help="Number of prefill nodes.")] = 1,
     decode: Annotated[
         int, typer.Option(help="Number of decode nodes; with topology unified, of all nodes.")
@@ -120,6 +125,27 @@ def serve(
     kv_load_failure_policy: Annotated[
         str, typer.Option(help="Where KV did not arrive: recompute it, or fail the request.")
     ] = SchedulerKnobs.kv_load_failure_policy,
+    # how it gets here,
+    transport: Annotated[
+        str,
+        typer.Option(
+            help="memory: within one process; shm: between processes of this machine; nixl: NIXL; "
+            "auto: memory or shm."
+        ),
+    ] = "auto",
+    layerwise: Annotated[
+        bool, typer.Option(help="Send each layer of a prompt's last part as it is computed.")
+    ] = False,
+    checksums: Annotated[
+        bool, typer.Option(help="Find out about KV that did not arrive as it was sent.")
+    ] = True,
+    on_transfer_failure: Annotated[
+        str,
+        typer.Option(
+            help="When KV does not arrive: retry on another prefill node, recompute on the decode "
+            "node, or fail."
+        ),
+    ] = "retry",
     # adapters and drafts.
     max_loras: Annotated[
         int | None,
@@ -149,7 +175,7 @@ def serve(
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
-    """Serve a model on this machine: gateway, router, prefill and decode nodes in one process."""
+    """Serve a model on this machine: gateway, router, prefill and decode nodes."""
     _set_up_logging(log_level)
     # Here, so that `kvrelay --help` does not wait for a web framework.
     from gateway import GatewayConfig
@@ -157,6 +183,7 @@ def serve(
     from kvrelay.serve_command import ServeCommand
 
     end_on_stop_signals(status=0)
+    cluster_token = _take_cluster_token()
     deployment = Deployment.read(config, given_options(context))
     with deployment.blaming():
         ServeCommand(
@@ -164,6 +191,7 @@ def serve(
             replace(deployment.settings.local_config(), record_schedules=record_schedules),
             GatewayConfig(api_keys=tuple(api_key or ())),
             Console(),
+            cluster_token,
         ).run()
 
 
@@ -172,6 +200,20 @@ def given_options(context: typer.Context) -> dict[str, object]:
     sources = {name: context.get_parameter_source(name) for name in context.params}
     typed = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
     return {name: value for name, value in context.params.items() if name in typed}
+
+
+def _take_cluster_token() -> str | None:
+    """The one that was set, if any. Processes that are started from here on do not see it there.
+
+    Raises:
+        ConfigError: it is so short that it could be guessed.
+    """
+    token = os.environ.pop(_CLUSTER_TOKEN, None)
+    if token is not None and len(token) < _MIN_TOKEN_CHARACTERS:
+        raise ConfigError(
+            _CLUSTER_TOKEN, f"must have at least {_MIN_TOKEN_CHARACTERS} characters, or be unset"
+        )
+    return token
 
 
 def _set_up_logging(level: str) -> None:

@@ -14,3 +14,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the reference test in every combination of settings, not in a chosen few",
     )
+    parser.addoption(
+        "--all-faults",
+        action="store_true",
+        help="walk through every fault with several seeds, and soak for long",
+    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster import LocalConfig, Topology
+from cluster import LocalConfig, NodeCores, Topology, TransferConfig, TransportChoice
+from kv_transfer import HandoffConfig
 from protocol import ConfigError, Role
 from scheduler import SchedulerConfig, SchedulerKnobs
 from tests.hash_model import hash_files
@@ -54,6 +55,49 @@ def test_the_nodes_of_a_topology() -> None:
     assert local.num_nodes == {Role.PREFILL: 2, Role.DECODE: 3}
     unified = LocalConfig(topology=Topology.UNIFIED, num_prefill=2, num_decode=3)
     assert unified.num_nodes == {Role.UNIFIED: 3}
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads"),
+    [
+        (NodeCores(), 4),
+        (NodeCores(threads=7), 7),
+        (NodeCores(cpus=(1, 3)), 2),
+        (NodeCores(threads=1, cpus=(1, 3)), 1),
+    ],
+    ids=str,
+)
+def test_the_threads_of_a_node(cores: NodeCores, threads: int) -> None:
+    assert cores.num_threads(num_cores=8, num_nodes=2) == threads
+
+
+def test_a_node_has_at_least_one_thread() -> None:
+    assert NodeCores().num_threads(num_cores=2, num_nodes=5) == 1
+
+
+def test_auto_is_what_reaches_the_other_nodes() -> None:
+    assert LocalConfig().transport is TransportChoice.MEMORY
+    assert LocalConfig(processes=True).transport is TransportChoice.SHM
+    chosen = TransferConfig(transport=TransportChoice.NIXL)
+    assert LocalConfig(transfer=chosen).transport is TransportChoice.NIXL
+
+
+def test_a_quarter_of_a_node_may_be_quarantined() -> None:
+    assert TransferConfig().quarantine_limit(101) == 25
+    assert TransferConfig(max_quarantine=0).quarantine_limit(101) == 0
+
+
+def test_the_settings_of_the_hand_off() -> None:
+    changed = {
+        "reserve_timeout_s": 30.0,
+        "transfer_timeout_s": 20.0,
+        "heartbeat_s": 2.0,
+        "checksums": False,
+        "layerwise": True,
+        "on_transfer_failure": "recompute",
+    }
+    assert TransferConfig().handoff() == HandoffConfig()
+    assert TransferConfig(**changed).handoff() == HandoffConfig(**changed)  # type: ignore[arg-type]
 
 
 DRAFTS = SchedulerKnobs(spec_method="ngram", num_speculative_tokens=2, async_scheduling=False)

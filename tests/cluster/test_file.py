@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from cluster import LocalConfig, ServeConfig, Topology
+from cluster import (
+    ConnectorSpec,
+    LocalConfig,
+    NodeCores,
+    ServeConfig,
+    Topology,
+    TransferConfig,
+    TransportChoice,
+)
 from cluster.file import ClusterFile
 from cluster.yaml_file import load_yaml
 from decode_node import DecodeConfig
@@ -56,14 +64,40 @@ class TestTheShippedFile:
 def test_everything_at_once(read: Read) -> None:
     file = read(
         "model: ./tiny\ntopology: unified\nmax_model_len: 100\n"
-        "prefill: {count: 2}\ndecode: {count: 3, reserve: on_arrival}\n"
+        "processes: true\nprefill: {count: 2, threads: 3}\n"
+        "decode: {count: 3, cpus: [0, 1], reserve: on_arrival}\n"
+        "transfer:\n  transport: nixl\n  bind: 10.0.0.1\n  nixl_device: eth0\n"
+        "  nixl_transports: tcp\n  layerwise: true\n  checksums: false\n"
+        "  on_transfer_failure: fail\n  max_quarantine: 5\n  reserve_timeout_s: 30\n"
+        "  transfer_timeout_s: 20.5\n  heartbeat_s: 2\n"
+        "  connectors: [{class: 'a.b:C', options: {x: 1}}, {class: 'a.b:D'}]\n"
         "cache: {block_size: 32, kv_memory: 5000000, num_blocks: 7, enable_prefix_caching: false}\n"
         "router: {policy: round_robin}\ngateway: {host: 0.0.0.0, port: 0}\n"
     )
     assert file.local_config() == LocalConfig(
         topology=Topology.UNIFIED,
+        processes=True,
         num_prefill=2,
         num_decode=3,
+        prefill_cores=NodeCores(threads=3),
+        decode_cores=NodeCores(cpus=(0, 1)),
+        transfer=TransferConfig(
+            transport=TransportChoice.NIXL,
+            bind="10.0.0.1",
+            nixl_device="eth0",
+            nixl_transports="tcp",
+            layerwise=True,
+            checksums=False,
+            on_transfer_failure="fail",
+            max_quarantine=5,
+            reserve_timeout_s=30.0,
+            transfer_timeout_s=20.5,
+            heartbeat_s=2.0,
+            connectors=(
+                ConnectorSpec(path="a.b:C", options={"x": 1}),
+                ConnectorSpec(path="a.b:D"),
+            ),
+        ),
         block_size=32,
         kv_memory_bytes=5_000_000,
         num_blocks=7,
@@ -141,7 +175,7 @@ class TestSettingsOverIt:
     [
         ("modle: x\n", "1: modle: is unknown (did you mean model?); known are model, topology,"),
         ("\nprefill:\n  cuont: 1\n",
-         "3: prefill.cuont: is unknown (did you mean count?); known are count, scheduler"),
+         "3: prefill.cuont: is unknown (did you mean count?); known are count, threads"),
         ("scheduler:\n  max_num_seq: 1\n",
          "2: scheduler.max_num_seq: is unknown (did you mean max_num_seqs?); known are max_num_s"),
         ("decode:\n  scheduler:\n    polizy: 1\n",
@@ -154,6 +188,15 @@ class TestSettingsOverIt:
         ("topology: mixed\n", "1: topology: must be 'disaggregated' or 'unified', not 'mixed'"),
         ("decode: {reserve: never}\n", "1: decode.reserve: must be 'on_start' or 'on_arrival', no"),
         ("gateway:\n  port: '80'\n", "2: gateway.port: must be a whole number, not '80'"),
+        ("transfer: {transport: x}\n", "1: transfer.transport: must be 'auto', 'memory', 'shm' or"),
+        ("transfer:\n  on_transfer_failure: no\n",
+         "2: transfer.on_transfer_failure: must be 'retry', 'recompute' or 'fail', not false"),
+        ("transfer:\n  connectors: [a:B]\n",
+         "2: transfer.connectors[0]: must be keys with values, not 'a:B'"),
+        ("transfer:\n  connectors:\n    - {options: {}}\n",
+         "3: transfer.connectors[0].class: is missing"),
+        ("decode: {cpus: 1}\n", "1: decode.cpus: must be a list, not 1"),
+        ("processes: 2\n", "1: processes: must be true or false, not 2"),
         ("cache: {kv_memory: true}\n", "1: cache.kv_memory: must be text, not true"),
     ],
 )  # fmt: skip
@@ -174,6 +217,19 @@ def test_what_may_not_stand_in_it(read: Read, text: str, said: str) -> None:
         ("cache: {kv_memory: 0}", "cache.kv_memory"),
         ("cache: {num_blocks: 0}", "cache.num_blocks"),
         ("router: {policy: random}", "router.policy"),
+        ("processes: true\ntransfer: {transport: memory}", "transfer.transport"),
+        ("processes: true\nprefill: {threads: 0}", "prefill.threads"),
+        ("processes: true\ndecode: {cpus: []}", "decode.cpus"),
+        ("processes: true\ndecode: {cpus: [-1]}", "decode.cpus"),
+        ("prefill: {threads: 1}", "prefill.threads"),
+        ("decode: {cpus: [0]}", "decode.cpus"),
+        ("transfer: {bind: localhost}", "transfer.bind"),
+        ("transfer: {max_quarantine: -1}", "transfer.max_quarantine"),
+        ("transfer: {reserve_timeout_s: 0}", "transfer.reserve_timeout_s"),
+        ("transfer: {transfer_timeout_s: .inf}", "transfer.transfer_timeout_s"),
+        ("transfer: {transfer_timeout_s: .nan}", "transfer.transfer_timeout_s"),
+        ("transfer: {heartbeat_s: -1}", "transfer.heartbeat_s"),
+        ("transfer: {heartbeat_s: 60}", "transfer.heartbeat_s"),
         ("scheduler: {max_num_seqs: 0}", "scheduler.max_num_seqs"),
         ("prefill: {scheduler: {max_num_seqs: 513}}", "prefill.scheduler.max_num_batched_tokens"),
         ("decode: {scheduler: {max_loras: 1}}", "decode.scheduler.max_loras"),

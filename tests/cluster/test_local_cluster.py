@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import numpy as np
 import pytest
 
 from protocol import InvalidRequest, PromptTooLong, SamplingParams
 from tests.hash_cluster import HashCluster, read, until
-from tests.hash_model import expected_tokens, prompt_of
+from tests.hash_model import LAYERS, expected_tokens, prompt_of
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 300)
 
@@ -49,7 +48,7 @@ async def test_a_decode_node_computes_no_prompt_token_and_loads_all() -> None:
     assert prefill.num_prompt_tokens_computed == sum(LENGTHS)
     blocks = sum(-(-length // 16) for length in LENGTHS)
     assert prefill.transfers.blocks == blocks
-    assert prefill.transfers.bytes == blocks * 16 * 8
+    assert prefill.transfers.bytes == blocks * 16 * 8 * LAYERS
     assert prefill.transfers.committed == decode.transfers.committed == len(LENGTHS)
 
 
@@ -71,11 +70,11 @@ async def test_nothing_in_a_pool_counts_but_what_was_pushed() -> None:
     prompts = [prompt_of(length) for length in (1, 16, 33, 150)]
     async with HashCluster(step_s=0.002).running() as cluster:
         prefill, decode = cluster.compute.runners
-        decode.pool[:] = np.uint64(0xDEAD)
+        decode.pool[:] = 0xDEAD
         streams = [await cluster.submit(prompt, sampling) for prompt in prompts]
         host = cluster.local.decode_nodes[0].host
         await until(lambda: host.status().transfers.committed == len(prompts))
-        prefill.pool[:] = np.uint64(0xBEEF)
+        prefill.pool[:] = 0xBEEF
         answers = await asyncio.gather(*map(read, streams))
     assert answers == [expected_tokens(prompt, sampling) for prompt in prompts]
 

@@ -78,6 +78,11 @@ class ServeProcess:
         return f"--- stdout\n{self.output}--- stderr\n{self.errors}"
 
     @property
+    def pid(self) -> int:
+        """Also of its process group."""
+        return self._process.pid
+
+    @property
     def is_running(self) -> bool:
         return self._process.poll() is None
 

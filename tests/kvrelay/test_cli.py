@@ -30,6 +30,8 @@ WRONG: dict[str, tuple[str, ...]] = {
     "--scheduling-policy": ("", "lifo", "FCFS"),
     "--max-parked-blocks": ("0", "-1", "half"),
     "--kv-load-failure-policy": ("", "retry"),
+    "--transport": ("", "tcp", "SHM"),
+    "--on-transfer-failure": ("", "never", "RETRY"),
     "--max-loras": ("0", "-1", "some", "1"),  # the engine has no adapters
     "--spec-method": ("", "medusa"),
     "--num-speculative-tokens": ("-1", "1", "few"),  # without a method there are none
@@ -42,8 +44,11 @@ WRONG: dict[str, tuple[str, ...]] = {
 }
 FLAGS = (
     "async-scheduling",
+    "checksums",
     "enable-chunked-prefill",
+    "layerwise",
     "prefix-caching",
+    "processes",
     "scheduler-reserve-full-isl",
     "waiting-preempts-running",
 )
@@ -94,6 +99,7 @@ class TestServe:
              ("--max-long-partial-prefills", "max_num_partial_prefills (1)")),
             (("--spec-method=ngram", "--num-speculative-tokens=2", "--no-async-scheduling"),
              ("--spec-method", "no draft tokens yet")),
+            (("--processes", "--transport=memory"), ("--transport", "within one process")),
             (("--topology=unified", "--prefill=1"), ("--prefill", "a unified cluster has none")),
         ],
         ids=str,

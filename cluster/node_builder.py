@@ -1,0 +1,157 @@
+"""One node from its parts, whatever process it runs in.
+
+compute ─► pool ─► transport ─► connector ─► scheduler ─► engine ─► host ─► node
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.config import LocalConfig
+from cluster.node_compute import NodeCompute, RunnerFactory
+from decode_node import LocalDecodeNode
+from engine import Engine, EngineHost, KVCacheConfig, Listener, PipelinedEngine
+from engine.weights import ModelFiles
+from kv_transfer import (
+    BlockLayout,
+    BlockPoolMemory,
+    ConnectorContext,
+    HandoffConfig,
+    HandoffConnector,
+    KVConnector,
+    MultiConnector,
+    Transport,
+    load_connector,
+)
+from prefill_node import LocalPrefillNode
+from protocol import ConfigError, NodeInfo, Role
+from scheduler import CacheConfig, Scheduler, SchedulerConfig
+from scheduler.record import open_recording
+from scheduler.recording import RecordingScheduler
+
+BuiltNode = LocalPrefillNode | LocalDecodeNode
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeBuilder:
+    """What all nodes of a cluster have in common, or all of those that one process builds."""
+
+    config: LocalConfig
+    files: ModelFiles
+    make_compute: RunnerFactory
+    make_transport: Callable[[str], Transport]  # from the node's id
+    listener: Listener
+    handoff: HandoffConfig | None = None  # None: as configured
+
+    def build(self, role: Role, node_id: str, generation: int = 0) -> BuiltNode:
+        """A node that is not started.
+
+        Raises:
+            ConfigError: a setting does not go with this machine or this model.
+            ModelError: the weights cannot be loaded.
+        """
+        compute = self.make_compute()
+        transport = self.make_transport(node_id)
+        handoff = HandoffConnector(
+            transport, time.monotonic, self.handoff or self.config.transfer.handoff()
+        )
+        connector = self._with_others(handoff, role, node_id)
+        scheduler = self._make_scheduler(role, node_id, compute.kv_cache, connector)
+        info = self._make_info(role, node_id, generation, transport.endpoint, scheduler)
+        host = EngineHost(
+            info,
+            _engine(node_id, scheduler, compute, connector),
+            self.listener,
+            max_quarantine=self.config.transfer.quarantine_limit(info.num_blocks),
+        )
+        connector.register_kv_caches(self._pool(compute), host.wake)
+        if role is Role.PREFILL:
+            return LocalPrefillNode(host, handoff)
+        return LocalDecodeNode(host, handoff, self.config.decode)
+
+    def _with_others(self, handoff: HandoffConnector, role: Role, node_id: str) -> KVConnector:
+        """The hand-off goes first: KV that comes from a prefill node is all that is needed."""
+        others = []
+        for spec in self.config.transfer.connectors:
+            context = ConnectorContext(
+                node_id, role, self.config.block_size, self.files.fingerprint, spec.options
+            )
+            others.append(load_connector(spec.path, context))
+        return MultiConnector([handoff, *others]) if others else handoff
+
+    def _make_scheduler(
+        self, role: Role, node_id: str, kv_cache: KVCacheConfig, connector: KVConnector
+    ) -> Scheduler:
+        cache = CacheConfig(
+            num_blocks=kv_cache.num_blocks,
+            block_size=kv_cache.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+        )
+        settings = self.config.scheduler_config(role, self.files.config, cache.num_usable_blocks)
+        if self.config.record_schedules is None:
+            return Scheduler(settings, cache, connector)
+        return self._make_recording(node_id, settings, cache, connector)
+
+    def _make_recording(
+        self,
+        node_id: str,
+        settings: SchedulerConfig,
+        cache: CacheConfig,
+        connector: KVConnector,
+    ) -> RecordingScheduler:
+        assert self.config.record_schedules is not None
+        try:
+            stream = open_recording(self.config.record_schedules / f"{node_id}.json")
+        except OSError as error:
+            raise ConfigError("record_schedules", f"cannot be written: {error}") from error
+        return RecordingScheduler(settings, cache, connector, stream=stream, name=node_id)
+
+    def _make_info(
+        self, role: Role, node_id: str, generation: int, endpoint: str, scheduler: Scheduler
+    ) -> NodeInfo:
+        return NodeInfo(
+            node_id=node_id,
+            role=role,
+            model=self.files.name,
+            fingerprint=self.files.fingerprint,
+            endpoint=endpoint,
+            block_size=scheduler.kv.config.block_size,
+            num_blocks=scheduler.kv.config.num_usable_blocks,
+            max_model_len=scheduler.config.max_model_len,
+            max_num_seqs=scheduler.config.max_num_seqs,
+            max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
+            generation=generation,
+        )
+
+    def _pool(self, compute: NodeCompute) -> BlockPoolMemory:
+        kv_cache = compute.kv_cache
+        layout = BlockLayout(
+            fingerprint=self.files.fingerprint,
+            dtype=kv_cache.dtype,
+            block_size=kv_cache.block_size,
+            num_layers=kv_cache.num_layers,
+            num_kv_heads=kv_cache.num_kv_heads,
+            head_dim=kv_cache.head_dim,
+            bytes_per_block=kv_cache.bytes_per_block,
+        )
+        return BlockPoolMemory(
+            layout, compute.address, kv_cache.num_blocks, compute.owner, compute.fd
+        )
+
+
+def stop_node(node: BuiltNode) -> None:
+    """Returns when its threads have ended, and what it recorded is written."""
+    node.stop()
+    scheduler = node.host.engine.scheduler
+    if isinstance(scheduler, RecordingScheduler):
+        scheduler.close()
+
+
+def _engine(
+    node_id: str, scheduler: Scheduler, compute: NodeCompute, connector: KVConnector
+) -> Engine:
+    if scheduler.config.async_scheduling:
+        return PipelinedEngine(scheduler, compute.runner, connector, name=f"engine-{node_id}")
+    return Engine(scheduler, compute.runner, connector)

@@ -1,0 +1,22 @@
+"""What computes on a node, and who makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine import KVCacheConfig, StepRunner
+
+
+@dataclass(frozen=True)
+class NodeCompute:
+    """A runner, and the memory that its blocks are in."""
+
+    runner: StepRunner
+    kv_cache: KVCacheConfig
+    address: int
+    owner: object
+    fd: int | None = None  # of the memory, if other processes may map it
+
+
+RunnerFactory = Callable[[], NodeCompute]  # for one node after the other

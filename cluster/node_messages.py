@@ -1,0 +1,182 @@
+"""What a cluster and a node in a process of its own say to each other.
+
+       parent                          child
+       ── Setup ─────────────────────►   build the node
+       ◄──────────────── Built ──────    or SetupFailed, and it ends
+       ── Call(StartNode) ───────────►
+       ── OpenStream, Call(Decode) ──►
+       ◄─── Answered, or Refused ────    to each call, by its number
+       ◄─── Outputs … StreamEnded ───    one frame a step
+       ◄─── News ────────────────────    the newest status, and what changed in the cache
+       ── Stop ──────────────────────►   it ends
+
+If either end is closed, the child ends.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cluster.channel import decoder_of
+from cluster.config import LocalConfig
+from cluster.wire_error import WireError
+from engine.weights import ModelFiles
+from protocol import (
+    BlockEventBatch,
+    CacheSnapshot,
+    DecodeJob,
+    NodeInfo,
+    NodeStatus,
+    OutputBatch,
+    PauseMode,
+    PrefillJob,
+    Role,
+)
+
+
+class Secret(msgspec.Struct, frozen=True):
+    """Text that is not shown."""
+
+    value: str
+
+    def __repr__(self) -> str:
+        return "Secret(…)"
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
+    """All that a child needs to become a node."""
+
+    role: Role
+    node_id: str
+    generation: int
+    config: LocalConfig
+    files: ModelFiles
+    compute: str  # `module:function`, called with files and config; gives a RunnerFactory
+    token: Secret  # of the cluster
+    threads: int
+    cpus: tuple[int, ...] | None
+    module_path: tuple[str, ...]  # where Python finds `compute`
+    log_level: int
+
+
+# ---------------------------------------------------------------------- questions to a node
+
+
+class StartNode(msgspec.Struct, frozen=True, tag="start"):
+    pass
+
+
+class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
+    job: PrefillJob
+
+
+class Decode(msgspec.Struct, frozen=True, tag="decode"):
+    job: DecodeJob
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    request_id: str
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag="status"):
+    pass
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    pass
+
+
+class AskSnapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+    pass
+
+
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    mode: PauseMode
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    pass
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
+    reset_running_requests: bool
+
+
+Question = (
+    StartNode
+    | Prefill
+    | Decode
+    | Cancel
+    | AskStatus
+    | Drain
+    | AskSnapshot
+    | Pause
+    | Resume
+    | ResetPrefixCache
+)
+
+
+class Call(msgspec.Struct, frozen=True, tag="call"):
+    number: int
+    question: Question
+
+
+class OpenStream(msgspec.Struct, frozen=True, tag="open"):
+    stream: int
+    caller: str
+
+
+class CloseStream(msgspec.Struct, frozen=True, tag="close"):
+    stream: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    pass
+
+
+ToNode = Setup | Call | OpenStream | CloseStream | Stop
+
+
+# ---------------------------------------------------------------------- what a node says
+
+
+class Built(msgspec.Struct, frozen=True, tag="built"):
+    info: NodeInfo
+
+
+class SetupFailed(msgspec.Struct, frozen=True, tag="failed"):
+    error: WireError
+
+
+class Answered(msgspec.Struct, frozen=True, tag="answered"):
+    """Whatever was asked for; a mere "done" is none of these."""
+
+    number: int
+    flag: bool = False
+    status: NodeStatus | None = None
+    snapshot: CacheSnapshot | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    number: int
+    error: WireError
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    stream: int
+    batch: OutputBatch
+
+
+class StreamEnded(msgspec.Struct, frozen=True, tag="ended"):
+    stream: int
+
+
+class News(msgspec.Struct, frozen=True, tag="news"):
+    status: NodeStatus
+    blocks: tuple[BlockEventBatch, ...]
+
+
+FromNode = Built | SetupFailed | Answered | Refused | Outputs | StreamEnded | News
+
+to_node_decoder = decoder_of(ToNode)
+from_node_decoder = decoder_of(FromNode)

@@ -1,0 +1,39 @@
+"""The transport of a node, as configured."""
+
+from __future__ import annotations
+
+from cluster.config import LocalConfig
+from cluster.transfer_config import TransportChoice
+from kv_transfer import FaultyTransport, MemoryHub, MemoryTransport, Transport
+from kv_transfer.peering import ClusterToken
+
+
+def make_transport(config: LocalConfig, node_id: str, *, hub: MemoryHub, token: str) -> Transport:
+    """`hub` is where the nodes of this process meet, `token` what those of the cluster share.
+
+    Raises:
+        ConfigError: it needs something that is not here.
+    """
+    transport, faults = _make_sound(config, node_id, hub, token), config.transfer.faults
+    return transport if faults is None else FaultyTransport(transport, faults, node_id)
+
+
+def _make_sound(config: LocalConfig, node_id: str, hub: MemoryHub, token: str) -> Transport:
+    match config.transport:
+        case TransportChoice.SHM:
+            from kv_transfer.transports.shm import ShmTransport
+
+            return ShmTransport(node_id, ClusterToken(token))
+        case TransportChoice.NIXL:
+            from kv_transfer.transports.nixl import NixlTransport
+            from kv_transfer.transports.nixl_agent import NixlConfig
+
+            transfer = config.transfer
+            nixl = NixlConfig(
+                bind=transfer.bind,
+                device=transfer.nixl_device,
+                transports=transfer.nixl_transports,
+            )
+            return NixlTransport(node_id, ClusterToken(token), nixl)
+        case _:
+            return MemoryTransport(hub, node_id)
