@@ -9,16 +9,21 @@ from pathlib import Path
 
 from cluster import LocalCluster, LocalConfig, Topology
 from cluster.torch_compute import torch_compute
-from engine.weights import ModelStore
+from engine.weights import ModelFiles, ModelStore
 from protocol import GenerationRequest, SamplingParams, TokenStream
+from router import Dispatcher
 
 _numbers = itertools.count()
+
+
+def model_files() -> ModelFiles:
+    return ModelStore(Path.home() / ".cache" / "kvrelay").resolve("smollm2-135m")
 
 
 @asynccontextmanager
 async def both_topologies() -> AsyncIterator[tuple[LocalCluster, LocalCluster]]:
     """Started; the disaggregated one first."""
-    files = ModelStore(Path.home() / ".cache" / "kvrelay").resolve("smollm2-135m")
+    files = model_files()
     clusters = []
     for topology in (Topology.DISAGGREGATED, Topology.UNIFIED):
         config = LocalConfig(topology=topology, max_model_len=2048)
@@ -30,11 +35,11 @@ async def both_topologies() -> AsyncIterator[tuple[LocalCluster, LocalCluster]]:
         await cluster.stop()
 
 
-async def submit(cluster: LocalCluster, prompt_tokens: int, max_tokens: int) -> TokenStream:
+async def submit(dispatcher: Dispatcher, prompt_tokens: int, max_tokens: int) -> TokenStream:
     """A greedy request with a prompt that nobody has cached."""
     number = next(_numbers)
     prompt = random.Random(number).choices(range(100, 40_000), k=prompt_tokens)
-    return await cluster.dispatcher.submit(
+    return await dispatcher.submit(
         GenerationRequest(
             request_id=f"r{number}",
             prompt_token_ids=tuple(prompt),

@@ -31,7 +31,7 @@ class Disturbance:
 
 
 async def disturb(cluster: LocalCluster) -> Disturbance:
-    steady = await submit(cluster, 32, 1000)
+    steady = await submit(cluster.dispatcher, 32, 1000)
     arrivals: list[float] = []
 
     async def read_steady() -> None:
@@ -41,7 +41,7 @@ async def disturb(cluster: LocalCluster) -> Disturbance:
     reading = asyncio.create_task(read_steady())
     await asyncio.sleep(1.0)
     began = time.perf_counter()
-    long = await submit(cluster, LONG_PROMPT, 1)
+    long = await submit(cluster.dispatcher, LONG_PROMPT, 1)
     async for _ in long:
         pass
     ended = time.perf_counter()

@@ -1,85 +1,124 @@
-"""How fast blocks move between two pools, against copying the same bytes with memcpy.
+"""How fast KV moves between two pools, against copying the same bytes with memcpy.
 
-    python benchmarks/transfer.py [--json]
+    python benchmarks/transfer.py [--json] [memory] [shm] [nixl]
 
-Rows: the memory transport with 64 MiB in one run of blocks, with 512 scattered ones of 32 KiB, and
-with a single block; each with checksums (the default) and without.
+The two ends are processes of their own, but for `memory`. For each transport: 64 MiB in one piece,
+512 scattered blocks of 32 KiB, and 64 MiB or so of scattered blocks as three models have them; one
+block, there and noticed; messages. What a checksum costs, which is made beside the transfer, is
+measured by itself.
 """
 
 import ctypes
 import random
 import statistics
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
-import numpy as np
+import xxhash
 
 from benchmarks._result import Result, report
-from kv_transfer import BlockLayout, BlockPoolMemory, MemoryHub, MemoryTransport, WriteState
-from protocol import HandoffTicket
+from benchmarks._transfer_node import TICKET, Node, Target, make_node
+from kv_transfer import Extents, MemoryHub, WriteState
+from kv_transfer.digest import bytes_of
 
-BLOCK_BYTES = 32 * 1024
-CONTIGUOUS = 2048  # blocks: 64 MiB
-SCATTERED = 512
-REPEATS = 9
-TICKET = HandoffTicket("benchmark", 0)
+REPEATS = 15
+MESSAGES = 2000
+TOTAL = 64 << 20
+KIB_32 = 32 * 1024
+# Bytes of a block of 16 tokens: layers * (keys, values) * tokens * KV heads * head size * bytes
+MODELS = {
+    "135m": 30 * 2 * 16 * 3 * 64 * 4,  # SmolLM2-135M in float32
+    "8b": 32 * 2 * 16 * 8 * 128 * 2,  # Llama 3 8B in bfloat16
+    "70b": 80 * 2 * 16 * 8 * 128 * 2,  # Llama 3 70B in bfloat16
+}
 
 
 class Pair:
-    """Two nodes' ends of a transport, with pools of their own."""
+    """A node here, and one that it writes to."""
 
-    def __init__(self, *, checksums: bool) -> None:
-        hub = MemoryHub()
-        self.arrived = threading.Event()
-        self.source = MemoryTransport(hub, "source", checksums=checksums)
-        self.target = MemoryTransport(hub, "target", checksums=checksums)
-        self.pools = [make_pool(), make_pool()]
-        self.source.register(self.pools[0], self.arrived.set)
-        self.target.register(self.pools[1], lambda: None)
-        self.target.open(TICKET, range(1, CONTIGUOUS + 1))
+    def __init__(self, source: Node, peer: str, reference: memoryview) -> None:
+        self.source = source
+        self.peer = source.transport.resolve(peer)
+        self._reference = ctypes.addressof(ctypes.c_char.from_buffer(reference))
+        self._block_bytes = source.pool.layout.bytes_per_block
+        source.transport.connect(self.peer)
+        while source.transport.peer_pool(self.peer) is None:
+            source.wait()
 
-    def write(self, blocks: Sequence[tuple[int, int]]) -> None:
-        self.arrived.clear()
-        write = self.source.write(self.target.endpoint, TICKET, blocks)
+    def extents(self, pairs: Sequence[tuple[int, int]]) -> Extents:
+        return Extents.of_blocks(pairs, self._block_bytes)
+
+    def write(self, extents: Extents) -> None:
+        write = self.source.transport.write(self.peer, TICKET, extents)
         while write.state is WriteState.PENDING:
-            self.arrived.wait(10)
-            self.arrived.clear()
+            self.source.wait()
         assert write.state is WriteState.DONE
 
-    def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """The same bytes, as fast as this machine copies them: one memcpy for each run."""
-        source, target = self.pools
-        for ours, theirs, count in runs_of(blocks):
-            ctypes.memmove(target.address_of(theirs), source.address_of(ours), count * BLOCK_BYTES)
+    def copy(self, extents: Extents) -> None:
+        """The same bytes as fast as this machine copies them: one memcpy for each run."""
+        source, target = self.source.pool.address, self._reference
+        for ours, theirs, size in extents.merged().rows.tolist():
+            ctypes.memmove(target + theirs, source + ours, size)
 
-    def close(self) -> None:
-        self.source.close()
-        self.target.close()
+    def ask(self) -> None:
+        """A message there, and its answer."""
+        self.source.transport.notify(self.peer, b"?")
+        while not self.source.transport.receive():
+            self.source.wait()
 
-
-def runs_of(blocks: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    runs: list[tuple[int, int, int]] = []
-    for ours, theirs in blocks:
-        if runs and (ours, theirs) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
-        else:
-            runs.append((ours, theirs, 1))
-    return runs
+    def tell(self) -> None:
+        """Many messages, and one answer at the end."""
+        for _ in range(MESSAGES):
+            self.source.transport.notify(self.peer, b"!" * 100)
+        self.ask()
 
 
-def make_pool() -> BlockPoolMemory:
-    memory = np.ones((CONTIGUOUS + 1, BLOCK_BYTES), dtype=np.uint8)
-    layout = BlockLayout(
-        fingerprint="benchmark",
-        dtype="float32",
-        block_size=16,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
-        bytes_per_block=BLOCK_BYTES,
+@contextmanager
+def pair_of(scheme: str, block_bytes: int, num_blocks: int) -> Iterator[Pair]:
+    hub = MemoryHub()
+    source = make_node(scheme, "source", block_bytes, num_blocks, hub)
+    reference = memoryview(bytearray(b"\x02" * (block_bytes * num_blocks)))
+    if scheme == "memory":
+        target = target_here(source, make_node(scheme, "target", block_bytes, num_blocks, hub))
+    else:
+        target = target_process(source, [scheme, str(block_bytes), str(num_blocks)])
+    with target as endpoint:
+        yield Pair(source, endpoint, reference)
+    source.transport.close()
+
+
+@contextmanager
+def target_here(source: Node, node: Node) -> Iterator[str]:
+    target = Target(node, source.transport.endpoint)
+    serving = threading.Thread(target=target.serve)
+    serving.start()
+    yield node.transport.endpoint
+    target.stop()
+    serving.join()
+
+
+@contextmanager
+def target_process(source: Node, arguments: list[str]) -> Iterator[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks._transfer_node", *arguments],
+        cwd=Path(__file__).parent.parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    return BlockPoolMemory(layout, memory.ctypes.data, len(memory), memory)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    endpoint = process.stdout.readline().strip()
+    process.stdin.write(source.transport.endpoint + "\n")
+    process.stdin.flush()
+    yield endpoint
+    process.stdin.close()
+    assert process.wait(30) == 0
 
 
 def seconds(action: Callable[[], None]) -> float:
@@ -90,39 +129,70 @@ def seconds(action: Callable[[], None]) -> float:
 
 def alternate(first: Callable[[], None], second: Callable[[], None]) -> tuple[float, float]:
     """Medians of both, taken in turns, so that a slow moment of the machine hits both."""
-    first()
-    second()
+    for _ in range(3):
+        first()
+        second()
     times = [(seconds(first), seconds(second)) for _ in range(REPEATS)]
     return statistics.median(a for a, _ in times), statistics.median(b for _, b in times)
 
 
 def measure(name: str, pair: Pair, blocks: Sequence[tuple[int, int]]) -> Result:
-    ours, memcpy = alternate(lambda: pair.write(blocks), lambda: pair.copy(blocks))
-    gigabytes = len(blocks) * BLOCK_BYTES / 1e9
+    extents = pair.extents(blocks)
+    ours, memcpy = alternate(lambda: pair.write(extents), lambda: pair.copy(extents))
+    gigabytes = extents.num_bytes / 1e9
     return Result(name, gigabytes / ours, "GB/s", gigabytes / memcpy, "memcpy")
 
 
-def measure_latency(name: str, pair: Pair) -> Result:
-    one = [(1, 1)]
+def measure_latency(scheme: str, pair: Pair) -> list[Result]:
+    """Of one block, written and known to be, and of messages."""
+    one = pair.extents([(1, 1)])
     ours, memcpy = alternate(lambda: pair.write(one), lambda: pair.copy(one))
-    return Result(name, ours * 1e6, "us", memcpy * 1e6, "memcpy")
+    tell = statistics.median(seconds(pair.tell) for _ in range(5))
+    ask = statistics.median(seconds(pair.ask) for _ in range(200))
+    return [
+        Result(f"{scheme}_one_block", ours * 1e6, "us", memcpy * 1e6, "memcpy"),
+        Result(f"{scheme}_messages", MESSAGES / tell, "1/s", 1 / ask, "one after the other"),
+    ]
+
+
+def measure_checksums(pair: Pair) -> Result:
+    """They are made beside the transfer, by another core if there is one."""
+    memory, one_block = bytes_of(pair.source.pool), KIB_32
+    blocks = range(one_block, TOTAL, one_block)
+    extents = pair.extents([(block, block) for block in range(1, TOTAL // one_block)])
+
+    def make_all() -> None:
+        for at in blocks:
+            xxhash.xxh3_64_intdigest(memory[at : at + one_block])
+
+    ours, memcpy = alternate(make_all, lambda: pair.copy(extents))
+    return Result("checksums", TOTAL / ours / 1e9, "GB/s", TOTAL / memcpy / 1e9, "memcpy")
+
+
+def scattered(num_blocks: int, count: int) -> list[tuple[int, int]]:
+    shuffled = list(range(1, num_blocks))
+    random.Random(0).shuffle(shuffled)
+    return list(zip(shuffled[:count], shuffled[-count:], strict=True))
 
 
 def main() -> None:
-    shuffled = list(range(1, CONTIGUOUS + 1))
-    random.Random(0).shuffle(shuffled)
-    contiguous = [(block, block) for block in range(1, CONTIGUOUS + 1)]
-    scattered = list(zip(shuffled[:SCATTERED], shuffled[-SCATTERED:], strict=True))
-    for suffix, checksums in (("", True), ("_no_checksums", False)):
-        pair = Pair(checksums=checksums)
-        report(
-            [
-                measure(f"memory_contiguous{suffix}", pair, contiguous),
-                measure(f"memory_scattered{suffix}", pair, scattered),
-                measure_latency(f"memory_one_block{suffix}", pair),
-            ]
-        )
-        pair.close()
+    schemes = [name for name in sys.argv[1:] if not name.startswith("-")]
+    for scheme in schemes or ("memory", "shm", "nixl"):
+        num_blocks = TOTAL // KIB_32 + 1
+        with pair_of(scheme, KIB_32, num_blocks) as pair:
+            whole = [(block, block) for block in range(1, num_blocks)]
+            report(
+                [
+                    measure(f"{scheme}_contiguous", pair, whole),
+                    measure(f"{scheme}_scattered", pair, scattered(num_blocks, 512)),
+                    *measure_latency(scheme, pair),
+                    *([measure_checksums(pair)] if scheme == "memory" else []),
+                ]
+            )
+        for model, block_bytes in MODELS.items():
+            count = TOTAL // block_bytes
+            with pair_of(scheme, block_bytes, 2 * count + 1) as pair:
+                report([measure(f"{scheme}_{model}", pair, scattered(2 * count + 1, count))])
 
 
 if __name__ == "__main__":
