@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .SILENT:
 .DELETE_ON_ERROR:
-.PHONY: help setup serve test test-fast lint verify bench clean
+.PHONY: help setup serve test test-fast lint verify faults bench clean
 
 PYTHON     ?= $(shell command -v python3.11 || command -v python3)
 TORCH      := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml
 	echo "Installing $(TORCH)"
 	$(PIP) $(TORCH) $(TORCH_ARGS)
 	echo "Installing kvrelay and its tools"
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[dev,nixl]'
 	touch $@
 
 # exec: the server itself gets Ctrl-C and SIGTERM, with no shell in between.
@@ -50,6 +50,9 @@ lint: setup ## ruff and mypy
 
 verify: setup ## the reference test: the tokens of every combination against an independent model
 	$(BIN)/pytest tests/e2e/test_reference.py --all-combinations $(ARGS)
+
+faults: setup ## every state of a hand-off × every fault × every transport, then a long soak
+	$(BIN)/pytest tests/faults --all-faults $(ARGS)
 
 bench: setup ## run every benchmark; each prints its result as JSON
 	set -e; for benchmark in $(BENCHMARKS); do $(BIN)/python $$benchmark --json; done

@@ -13,7 +13,7 @@ from protocol import ConfigError
 
 
 class TransportChoice(enum.StrEnum):
-    AUTO = "auto"  # memory within one process, shm between processes
+    AUTO = "auto"  # memory within one process, shm on one host, nixl between hosts
     MEMORY = "memory"
     SHM = "shm"
     NIXL = "nixl"
@@ -64,6 +64,12 @@ class TransferConfig:
     def quarantine_limit(self, num_blocks: int) -> int:
         """Blocks that may be quarantined on a node with so many usable ones."""
         return num_blocks // 4 if self.max_quarantine is None else self.max_quarantine
+
+    @property
+    def may_have_remote_peers(self) -> bool:
+        """Whether nodes of other hosts are to find a way here, beside those of this host."""
+        listens_outside = not ipaddress.ip_address(self.bind).is_loopback
+        return self.transport is TransportChoice.AUTO and listens_outside
 
     def handoff(self) -> HandoffConfig:
         return HandoffConfig(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cluster.config import LocalConfig
-from cluster.transfer_config import TransportChoice
-from kv_transfer import FaultyTransport, MemoryHub, MemoryTransport, Transport
+from cluster.transfer_config import TransferConfig, TransportChoice
+from kv_transfer import AutoTransport, FaultyTransport, MemoryHub, MemoryTransport, Transport
 from kv_transfer.peering import ClusterToken
 
 
@@ -21,19 +21,27 @@ def make_transport(config: LocalConfig, node_id: str, *, hub: MemoryHub, token: 
 def _make_sound(config: LocalConfig, node_id: str, hub: MemoryHub, token: str) -> Transport:
     match config.transport:
         case TransportChoice.SHM:
-            from kv_transfer.transports.shm import ShmTransport
-
-            return ShmTransport(node_id, ClusterToken(token))
+            near = _make_shm(node_id, token)
+            if config.transfer.may_have_remote_peers:
+                return AutoTransport([near, _make_nixl(config.transfer, node_id, token)])
+            return near
         case TransportChoice.NIXL:
-            from kv_transfer.transports.nixl import NixlTransport
-            from kv_transfer.transports.nixl_agent import NixlConfig
-
-            transfer = config.transfer
-            nixl = NixlConfig(
-                bind=transfer.bind,
-                device=transfer.nixl_device,
-                transports=transfer.nixl_transports,
-            )
-            return NixlTransport(node_id, ClusterToken(token), nixl)
+            return _make_nixl(config.transfer, node_id, token)
         case _:
             return MemoryTransport(hub, node_id)
+
+
+def _make_shm(node_id: str, token: str) -> Transport:
+    from kv_transfer.transports.shm import ShmTransport
+
+    return ShmTransport(node_id, ClusterToken(token))
+
+
+def _make_nixl(transfer: TransferConfig, node_id: str, token: str) -> Transport:
+    from kv_transfer.transports.nixl import NixlTransport
+    from kv_transfer.transports.nixl_agent import NixlConfig
+
+    nixl = NixlConfig(
+        bind=transfer.bind, device=transfer.nixl_device, transports=transfer.nixl_transports
+    )
+    return NixlTransport(node_id, ClusterToken(token), nixl)

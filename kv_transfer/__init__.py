@@ -19,12 +19,14 @@ from kv_transfer.transport import (
     Write,
     WriteState,
 )
+from kv_transfer.transports.auto import AutoTransport
 from kv_transfer.transports.fault_plan import Fault, FaultKind, FaultPlan
 from kv_transfer.transports.faulty import FaultyTransport
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.wire import BadMessage
 
 __all__ = [
+    "AutoTransport",
     "BadMessage",
     "BaseConnector",
     "BlockLayout",

@@ -8,7 +8,7 @@ can land.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -30,7 +30,15 @@ class MemoryHub:
 
     def __init__(self) -> None:
         self._transports: dict[str, MemoryTransport] = {}
+        self._num_named: Counter[str] = Counter()
         self._lock = threading.Lock()
+
+    def new_endpoint(self, name: str) -> str:
+        """One that nobody has had before."""
+        with self._lock:
+            self._num_named[name] += 1
+            number = self._num_named[name]
+        return f"memory:{name}" if number == 1 else f"memory:{name}.{number}"
 
     def add(self, transport: MemoryTransport) -> None:
         with self._lock:
@@ -77,7 +85,7 @@ class MemoryTransport:
     def __init__(self, hub: MemoryHub, name: str, *, copy: CopyExtents = copy_extents) -> None:
         self._copier = CopyThread(name, self._copy, lambda: self._on_activity())
         self._copy_extents = copy
-        self.endpoint = f"memory:{name}"
+        self.endpoint = hub.new_endpoint(name)
         self._hub = hub
         self._inbox: deque[Received] = deque()
         self._lost: deque[PeerLost] = deque()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.util
+import socket
 import time
 
+import psutil
 import pytest
 
 from cluster import LocalCluster, TransferConfig, TransportChoice
@@ -61,6 +63,29 @@ async def test_within_one(choice: TransportChoice) -> None:
     finally:
         await cluster.stop()
     assert answers == [expected_tokens(prompt_of(length), SAMPLING) for length in LENGTHS]
+
+
+@needs_nixl
+async def test_auto_offers_nixl_to_other_hosts() -> None:
+    """Those of this host go on to use shared memory."""
+    own = [
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family is socket.AF_INET and not address.address.startswith("127.")
+    ]
+    if not own:
+        pytest.skip("this machine has no address but loopback ones")
+    config = dataclasses.replace(process_config(), transfer=TransferConfig(bind=own[0]))
+    prompt = prompt_of(70)
+    async with running(config) as cluster:
+        for node in cluster.nodes:
+            near, far = node.info.endpoint.split("+")
+            assert near.startswith("shm:")
+            assert far.startswith(f"nixl:{own[0]}:")
+        assert await generate(cluster, prompt, SAMPLING) == expected_tokens(prompt, SAMPLING)
+        _, decode = await at_rest(cluster)
+    assert decode.num_prompt_tokens_loaded == len(prompt)
 
 
 def test_memory_does_not_reach_other_processes() -> None:
