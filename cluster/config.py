@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.transfer_config import TransferConfig, TransportChoice
@@ -121,6 +121,12 @@ class LocalConfig:
         if self.transfer.transport is not TransportChoice.AUTO:
             return self.transfer.transport
         return TransportChoice.SHM if self.processes else TransportChoice.MEMORY
+
+    @property
+    def routing(self) -> RouterConfig:
+        """The router's settings, which have to know what nodes do about a failed hand-off."""
+        recomputes = self.transfer.on_transfer_failure == "recompute"
+        return replace(self.router, decode_recomputes=recomputes)
 
     @property
     def node_ids(self) -> list[tuple[Role, str]]:

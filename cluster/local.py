@@ -55,7 +55,7 @@ class LocalCluster:
         )
         self.nodes: list[BuiltNode] = [builder.build(*names) for names in config.node_ids]
         self.dispatcher = Dispatcher(
-            directory, files.fingerprint, self.prefill_nodes, self.decode_nodes, config.router
+            directory, files.fingerprint, self.prefill_nodes, self.decode_nodes, config.routing
         )
 
     @property

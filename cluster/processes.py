@@ -85,7 +85,7 @@ class ProcessCluster:
                 self.files.fingerprint,
                 self.prefill_nodes,
                 self.decode_nodes,
-                self.config.router,
+                self.config.routing,
             )
             await self._dispatcher.start()
             on_failure.pop_all()

@@ -11,6 +11,7 @@ Lives in one event loop; nothing here waits for a model.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -207,7 +208,7 @@ class Dispatcher:
         flight.timeline.routed = self._clock()
         self._cluster.load.sent(ticket, decision.loads)
         calls = self._job_calls(flight, decision)
-        flight.open_nodes = set(calls)
+        flight.nodes, flight.open_nodes = frozenset(calls), set(calls)
         results = await asyncio.gather(
             *(self._send(flight, node_id, call) for node_id, call in calls.items()),
             return_exceptions=True,
@@ -311,13 +312,13 @@ class Dispatcher:
         await self._cancel(flight.request_id, nodes)
 
     def _decide_again(self, flight: Flight) -> RoutingDecision:
-        """Elsewhere if possible."""
+        """Elsewhere if possible; if not, at least with another prefill node."""
         request, emitted = flight.request, flight.log.emitted
-        lost = frozenset(self._lost_nodes)
-        try:
-            return self._decide(self._cluster.facts(request, emitted, lost | flight.failed_nodes))
-        except NoHealthyNode:
-            return self._decide(self._cluster.facts(request, emitted, lost))
+        lost, failed = frozenset(self._lost_nodes), frozenset(flight.failed_nodes)
+        for avoid in (failed, failed & self._prefill_nodes.keys()):
+            with contextlib.suppress(NoHealthyNode):
+                return self._decide(self._cluster.facts(request, emitted, lost | avoid))
+        return self._decide(self._cluster.facts(request, emitted, lost))
 
     async def _abandon(self, flight: Flight) -> None:
         """The client wants no more of it. Nodes hear of that even if the client cannot wait."""
@@ -382,6 +383,9 @@ class Dispatcher:
             flight.open_nodes.discard(node_id)
             return
         flight.failed_nodes.add(node_id)
+        if failure.label == TransferFailed.label:
+            # Whoever noticed it, what failed is between the two: the next attempt takes another P.
+            flight.failed_nodes |= flight.nodes & self._prefill_nodes.keys()
         if failure.retryable:
             self._cluster.load.ended(flight.ticket)
             nodes = flight.open_nodes - {node_id}

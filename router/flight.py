@@ -37,7 +37,8 @@ class Flight:
         self.lease = lease
         self.attempt = 0
         self.failed_nodes: set[str] = set()
-        self.open_nodes: set[str] = set()  # of this attempt, with their last delta to come
+        self.nodes: frozenset[str] = frozenset()  # of this attempt
+        self.open_nodes: set[str] = set()  # of those, whose last delta is to come
         self.starting = asyncio.Lock()  # held until all nodes of an attempt have answered
         self.timeline = Timeline(arrived=request.arrival_time)
         self.num_cached_tokens = 0

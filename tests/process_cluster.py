@@ -11,7 +11,14 @@ import select
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from cluster import LocalConfig, ProcessCluster, Topology, TransferConfig, TransportChoice
+from cluster import (
+    LocalCluster,
+    LocalConfig,
+    ProcessCluster,
+    Topology,
+    TransferConfig,
+    TransportChoice,
+)
 from protocol import GenerationRequest, NodeStatus, SamplingParams, TokenStream
 from router import RouterConfig
 from scheduler import SchedulerKnobs
@@ -46,12 +53,19 @@ async def running(
     config: LocalConfig, compute: str = "hash_compute", token: str | None = None
 ) -> AsyncIterator[ProcessCluster]:
     """Started; afterwards stopped, and no process, task or descriptor is left."""
-    before = _resources()
     cluster = ProcessCluster(config, hash_files(), f"tests.hash_compute:{compute}", token=token)
+    async with started(cluster):
+        yield cluster
+
+
+@contextlib.asynccontextmanager
+async def started(cluster: ProcessCluster) -> AsyncIterator[None]:
+    """Afterwards it is stopped, and no process, task or descriptor is left."""
+    before = _resources()
     await cluster.start()
     pidfds = [os.pidfd_open(node.pid) for node in cluster.nodes]
     try:
-        yield cluster
+        yield
     finally:
         await cluster.stop()
         for pidfd in pidfds:
@@ -85,7 +99,7 @@ async def generate(
     return [token async for chunk in stream for token in chunk.token_ids]
 
 
-async def at_rest(cluster: ProcessCluster) -> list[NodeStatus]:
+async def at_rest(cluster: LocalCluster | ProcessCluster) -> list[NodeStatus]:
     """Wait until no node has anything of any request; their statuses then."""
     deadline = time.monotonic() + _REST_S
     while True:

@@ -67,5 +67,5 @@ class FaultDice:
     def _note(self, fault: Fault, point: str, ticket: str) -> None:
         if self._journal is None:
             return
-        entry = {"node": self._node, "kind": fault.kind, "on": point, "ticket": ticket}
+        entry = {"node": self._node, "kind": fault.kind, "of": point, "ticket": ticket}
         os.write(self._journal, json.dumps(entry).encode() + b"\n")  # whole, also among others

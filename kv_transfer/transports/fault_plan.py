@@ -1,7 +1,7 @@
 """What is to go wrong on its way from one node to another: for tests, and for experiments.
 
 A plan is the same for all nodes of a cluster. Each fault says which occasions it may befall: what
-moves (`on`), where (`node`), of which hand-off (`ticket`). Of those the first `after` pass, and
+moves (`of`), where (`node`), of which hand-off (`ticket`). Of those the first `after` pass, and
 then at most `times` are hit, each with `probability`. The same seed gives the same dice.
 """
 
@@ -63,7 +63,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     kind: FaultKind
-    on: tuple[str, ...] = ()  # messages by their names on the wire, "write", "open"; (): all it may
+    of: tuple[str, ...] = ()  # messages by their names on the wire, "write", "open"; (): all it may
     node: str = "*"  # where it is sent, written, opened, or (cut) taken in; a pattern of node ids
     ticket: str = "*"  # a pattern of `request/attempt`
     probability: float = 1.0
@@ -74,10 +74,10 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         possible = _MAY_BEFALL[self.kind]
-        for point in self.on:
+        for point in self.of:
             if point not in possible:
                 names = ", ".join(sorted(possible))
-                raise ConfigError("on", f"{self.kind} can befall {names}, not {point!r}")
+                raise ConfigError("of", f"{self.kind} can befall {names}, not {point!r}")
         if not 0 <= self.probability <= 1:
             raise ConfigError("probability", f"must be from 0 to 1, not {self.probability}")
         for name in ("after", "times", "seconds"):
@@ -88,7 +88,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def points(self) -> frozenset[str]:
         """All that it may befall."""
-        return frozenset(self.on) or _UNLESS_SAID.get(self.kind, _MAY_BEFALL[self.kind])
+        return frozenset(self.of) or _UNLESS_SAID.get(self.kind, _MAY_BEFALL[self.kind])
 
     @property
     def hold_s(self) -> float | None:

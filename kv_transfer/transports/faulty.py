@@ -251,7 +251,12 @@ class FaultyTransport:
                     extents = self._with_wrong_bytes(extents)
         if self._plan.bytes_per_s is not None:
             ends.append(self._alarm.hold_until(self._over_the_link(extents.num_bytes)))
-        return FaultyWrite(lambda: self._inner.write(peer, ticket, extents), start, ends)
+        return FaultyWrite(lambda: self._begin(peer, ticket, extents), start, ends)
+
+    def _begin(self, peer: str, ticket: HandoffTicket, extents: Extents) -> Write:
+        if self._is_cut(peer):  # while it was held back
+            return _failed()
+        return self._inner.write(peer, ticket, extents)
 
     def _over_the_link(self, num_bytes: int) -> float:
         """When so much has gone over it, behind all that goes already."""

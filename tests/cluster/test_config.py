@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster import LocalConfig, NodeCores, Topology, TransferConfig, TransportChoice
-from kv_transfer import HandoffConfig
+from kv_transfer import HandoffConfig, OnTransferFailure
 from protocol import ConfigError, Role
 from scheduler import SchedulerConfig, SchedulerKnobs
 from tests.hash_model import hash_files
@@ -122,3 +122,9 @@ class TestErrors:
         with pytest.raises(ConfigError) as caught:
             config_of(Role.PREFILL, local)
         assert caught.value.field == "prefill_scheduler.max_num_batched_tokens"
+
+
+@pytest.mark.parametrize("choice", ["retry", "recompute", "fail"])
+def test_the_router_knows_whether_decode_nodes_recompute(choice: OnTransferFailure) -> None:
+    config = LocalConfig(transfer=TransferConfig(on_transfer_failure=choice))
+    assert config.routing.decode_recomputes == (choice == "recompute")

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from gateway import GatewayConfig
-from protocol import Role
+from protocol import ClusterStatus, LiveTransfer, NodeReport, Role, TransferDirection
 from tests.gateway.gateway_under_test import Gateway
 from tests.gateway.scripted_backend import ScriptedBackend
 from tests.telemetry.cluster_status import NodeSketch, cluster_status
@@ -26,6 +28,7 @@ def gateway_with(directory: Path, *nodes: NodeSketch) -> Gateway:
         ([NodeSketch("p", PREFILL), NodeSketch("d", DECODE)], 200),
         ([NodeSketch("p", PREFILL), NodeSketch("d", DECODE, healthy=False)], 503),
         ([NodeSketch("p", PREFILL), NodeSketch("d", DECODE, draining=True)], 503),
+        ([NodeSketch("p", PREFILL), NodeSketch("d", DECODE, admitting=False)], 503),
         ([NodeSketch("p", PREFILL, answers=False), NodeSketch("d", DECODE)], 503),
         ([NodeSketch("u", UNIFIED)], 200),
         ([NodeSketch("u", UNIFIED, healthy=False)], 503),
@@ -78,6 +81,48 @@ async def test_the_cluster(tmp_path: Path) -> None:
     assert prefill["endpoint"] == "memory://p0"
     assert decode["answered"] is False
     assert "blocks" not in decode
+
+
+async def test_a_node_that_takes_no_requests_is_known_but_not_healthy(tmp_path: Path) -> None:
+    nodes = (NodeSketch("u0", UNIFIED), NodeSketch("u1", UNIFIED, admitting=False))
+    async with gateway_with(tmp_path, *nodes).client() as client:
+        health = await client.get("/health")
+        shown = (await client.get("/cluster")).json()["nodes"]
+    assert health.status_code == 200
+    assert health.json()["roles"] == {"unified": {"healthy": 1, "known": 2}}
+    assert [node["admitting"] for node in shown] == [True, False]
+
+
+async def test_the_cluster_shows_what_is_under_way(tmp_path: Path) -> None:
+    """As the node has said it, whatever that is."""
+    live = LiveTransfer(
+        ticket="r/0",
+        direction=TransferDirection.RECEIVE,
+        peer="shm:0/p",
+        state="aborted",
+        reason="cancelled",
+        tokens=40,
+        blocks=3,
+        quarantined=True,
+        age_s=1.5,
+        deadline_s=-0.5,
+    )
+    backend = ScriptedBackend(status=with_transfers(NodeSketch("d", DECODE), live))
+    async with Gateway(backend, tmp_path).client() as client:
+        (node,) = (await client.get("/cluster")).json()["nodes"]
+        lines = (await client.get("/metrics")).text.splitlines()
+    assert node["transfers"]["live"] == [msgspec.to_builtins(live)]
+    labels = 'node="d",role="decode",state="aborted"'
+    assert f"kvrelay_kv_transfers_live{{{labels}}} 1.0" in lines
+
+
+def with_transfers(sketch: NodeSketch, *live: LiveTransfer) -> ClusterStatus:
+    status = cluster_status(sketch)
+    (report,) = status.nodes
+    assert report.status is not None
+    transfers = replace(report.status.transfers, live=live)
+    changed = NodeReport(report.info, replace(report.status, transfers=transfers))
+    return replace(status, nodes=(changed,))
 
 
 async def test_metrics(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tests.kv_transfer.transport_conformance import (
     UNTOUCHED,
     ExactFences,
     MakeEnd,
+    ProcessConformance,
     blocks,
 )
 
@@ -70,6 +71,10 @@ class TestWithAnEmptyPlan(ExactFences):
         self, make_end_with: Callable[[FaultPlan], MakeEnd[LocalEnd]]
     ) -> MakeEnd[LocalEnd]:
         return make_end_with(FaultPlan())
+
+
+class TestWithAnEmptyPlanBetweenProcesses(ProcessConformance):
+    factory = "tests.kv_transfer.faulty_end:make_parts"
 
 
 class TestWithAPlanForOthers(ExactFences):
@@ -116,28 +121,28 @@ def has_arrived(p: LocalEnd, d: LocalEnd) -> bool:
 
 class TestMessages:
     def test_one_is_lost(self, ends: MakeEnds) -> None:
-        p, d = ends(Fault(kind=FaultKind.DROP, on=("pushing",)))
+        p, d = ends(Fault(kind=FaultKind.DROP, of=("pushing",)))
         send(p, d, STARTED, PUSHING, COMMIT)
         assert taken(d, 2) == [STARTED, COMMIT]
 
     def test_one_comes_twice(self, ends: MakeEnds) -> None:
-        p, d = ends(Fault(kind=FaultKind.DUPLICATE, on=("commit",)))
+        p, d = ends(Fault(kind=FaultKind.DUPLICATE, of=("commit",)))
         send(p, d, STARTED, COMMIT)
         assert taken(d, 3) == [STARTED, COMMIT, COMMIT]
 
     def test_one_is_overtaken_by_the_next(self, ends: MakeEnds) -> None:
-        p, d = ends(Fault(kind=FaultKind.REORDER, on=("started",)))
+        p, d = ends(Fault(kind=FaultKind.REORDER, of=("started",)))
         send(p, d, STARTED, PUSHING, COMMIT)
         assert taken(d, 3) == [PUSHING, STARTED, COMMIT]
 
     def test_one_that_nothing_overtakes_comes_all_the_same(self, ends: MakeEnds) -> None:
-        p, d = ends(Fault(kind=FaultKind.REORDER, on=("commit",), seconds=0.01))
+        p, d = ends(Fault(kind=FaultKind.REORDER, of=("commit",), seconds=0.01))
         send(p, d, COMMIT)
         assert d.receive() == []
         p._until(lambda: p.receive() == [] and bool(found := taken_now(d)) and found == [COMMIT])
 
     def test_a_late_one_keeps_back_those_behind_it(self, ends: MakeEnds) -> None:
-        p, d = ends(Fault(kind=FaultKind.DELAY, on=("pushing",), seconds=0.05))
+        p, d = ends(Fault(kind=FaultKind.DELAY, of=("pushing",), seconds=0.05))
         begin = time.monotonic()
         send(p, d, STARTED, PUSHING, COMMIT)
         assert taken(d, 1) == [STARTED]
@@ -158,7 +163,7 @@ class TestMessages:
         path = tmp_path / "gate"
         os.mkfifo(path)
         writer = os.open(path, os.O_RDWR)
-        p, d = ends(Fault(kind=FaultKind.DELAY, on=("commit",), gate=str(path)))
+        p, d = ends(Fault(kind=FaultKind.DELAY, of=("commit",), gate=str(path)))
         send(p, d, COMMIT, BEAT)
         assert p.receive() == d.receive() == []
         path.unlink()
@@ -212,7 +217,7 @@ class TestMessages:
             hits.append(journal.read_text())
         assert hits[0] == hits[1] != hits[2]
         assert 20 < len(hits[0].splitlines()) < 80
-        assert '"kind": "duplicate", "on": "heartbeat", "ticket": "r/' in hits[0]
+        assert '"kind": "duplicate", "of": "heartbeat", "ticket": "r/' in hits[0]
 
 
 def taken_now(d: LocalEnd) -> list[Message]:
@@ -221,7 +226,7 @@ def taken_now(d: LocalEnd) -> list[Message]:
 
 class TestWrites:
     def test_a_late_one_starts_late(self, ends: MakeEnds) -> None:
-        p, d = ends(Fault(kind=FaultKind.DELAY, on=("write",), seconds=0.05))
+        p, d = ends(Fault(kind=FaultKind.DELAY, of=("write",), seconds=0.05))
         begin = time.monotonic()
         number = write(p, d)
         assert p.receive() == []
@@ -242,7 +247,7 @@ class TestWrites:
         assert p.state(first) == "DONE"
 
     def test_one_that_is_not_started_by_the_end_never_is(self, ends: MakeEnds) -> None:
-        p, d = ends(Fault(kind=FaultKind.DELAY, on=("write",)))
+        p, d = ends(Fault(kind=FaultKind.DELAY, of=("write",)))
         number = write(p, d)
         p.close()
         assert p.state(number) == "FAILED"
@@ -258,7 +263,7 @@ class TestWrites:
         assert p.read() == ours
 
     def test_what_is_opened_may_hold_anything(self, ends: MakeEnds) -> None:
-        p, d = ends(Fault(kind=FaultKind.CORRUPT, on=("open",), node="d"))
+        p, d = ends(Fault(kind=FaultKind.CORRUPT, of=("open",), node="d"))
         d.open(TICKET, p.endpoint(), [3, 4])
         changed = [n for n in range(33) if set(d.read()[n * SIZE :][:SIZE]) != {UNTOUCHED}]
         assert len(changed) == 1
@@ -288,7 +293,7 @@ class TestACut:
         path = tmp_path / "gate"
         os.mkfifo(path)
         writer = os.open(path, os.O_RDWR)
-        p, d = ends(Fault(kind=FaultKind.CUT, on=("pushing",), node="p", gate=str(path), times=1))
+        p, d = ends(Fault(kind=FaultKind.CUT, of=("pushing",), node="p", gate=str(path), times=1))
         send(p, d, STARTED, PUSHING)
         assert taken(d, 2) == [STARTED, PUSHING]
         assert p.lost()[0] == d.endpoint()
@@ -309,7 +314,7 @@ class TestACut:
         assert p.ended(write(p, d)) == "DONE"
 
     def test_it_may_come_with_what_is_taken_in(self, ends: MakeEnds) -> None:
-        p, d = ends(Fault(kind=FaultKind.CUT, on=("pushing",), node="d"))
+        p, d = ends(Fault(kind=FaultKind.CUT, of=("pushing",), node="d"))
         send(p, d, STARTED)
         assert taken(d, 1) == [STARTED]
         send(p, d, PUSHING, COMMIT)
@@ -325,7 +330,7 @@ def is_reachable(p: LocalEnd, d: LocalEnd) -> bool:
 
 
 def test_nothing_runs_while_nothing_is_held_back(ends: MakeEnds) -> None:
-    p, d = ends(Fault(kind=FaultKind.DROP, on=("commit",)))
+    p, d = ends(Fault(kind=FaultKind.DROP, of=("commit",)))
     threads = set(threading.enumerate())
     send(p, d, STARTED, COMMIT, PUSHING)
     assert taken(d, 2) == [STARTED, PUSHING]
@@ -333,7 +338,7 @@ def test_nothing_runs_while_nothing_is_held_back(ends: MakeEnds) -> None:
 
 
 def test_what_is_held_back_costs_no_time(ends: MakeEnds) -> None:
-    p, d = ends(Fault(kind=FaultKind.DELAY, on=("commit",), seconds=0.4))
+    p, d = ends(Fault(kind=FaultKind.DELAY, of=("commit",), seconds=0.4))
     send(p, d, COMMIT)
     begin = time.process_time()
     p._until(lambda: p.receive() == [] and taken_now(d) == [COMMIT])
@@ -343,8 +348,8 @@ def test_what_is_held_back_costs_no_time(ends: MakeEnds) -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"faults": [{"kind": "drop", "on": ["write"]}]}, "on: drop can befall .*, not 'write'"),
-        ({"faults": [{"kind": "stall", "on": ["commit"]}]}, "stall can befall write"),
+        ({"faults": [{"kind": "drop", "of": ["write"]}]}, "of: drop can befall .*, not 'write'"),
+        ({"faults": [{"kind": "stall", "of": ["commit"]}]}, "stall can befall write"),
         ({"faults": [{"kind": "burn"}]}, "burn"),
         ({"faults": [{"kind": "drop", "probability": 1.5}]}, "probability: must be from 0 to 1"),
         ({"faults": [{"kind": "drop", "probability": float("nan")}]}, "probability"),

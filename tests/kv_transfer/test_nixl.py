@@ -308,7 +308,7 @@ def cut_connections(end: Here) -> None:
     """As by a network that fails: both ends notice, and neither has done anything."""
     network = end.transport._network
     with network._lock:
-        for peer in network._peers.values():
+        for peer in network._peers:
             for connection in (peer.incoming, peer.outgoing):
                 if connection is not None:
                     with socket.socket(fileno=os.dup(connection.fileno())) as same:

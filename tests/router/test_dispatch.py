@@ -22,6 +22,7 @@ from protocol import (
     RequestFailed,
     TokenChunk,
     TokenStream,
+    TransferFailed,
 )
 from tests.router.nodes import make_status
 from tests.router.scripted_nodes import (
@@ -283,6 +284,53 @@ async def test_what_cannot_be_tried_again() -> None:
         assert (await cluster.dispatcher.status()).retries == {}
 
 
+@pytest.mark.parametrize("failing", ["prefill", "decode"])
+async def test_after_a_failed_hand_off_another_prefill_node_is_tried(failing: str) -> None:
+    """Whoever of the two has noticed it, and even if there is no other decode node."""
+    async with ScriptedCluster(2, 1).running() as cluster:
+        reader = Reader(await cluster.dispatcher.submit(make_request()))
+        p, d = await cluster.pair()
+        (p if failing == "prefill" else d).fail("transfer_failed")
+        p2, d2 = await cluster.pair(attempt=1)
+        assert p2 is not p
+        assert d2 is d
+        await finish(cluster, attempt=1)
+        assert await reader.task == list(OUTPUT)
+
+
+@pytest.mark.parametrize("failing", ["prefill", "decode"])
+async def test_a_failed_hand_off_is_not_tried_again_if_it_is_to_fail(failing: str) -> None:
+    async with ScriptedCluster().running() as cluster:
+        stream = await cluster.dispatcher.submit(make_request())
+        p, d = await cluster.pair()
+        node = p if failing == "prefill" else d
+        node.fail("transfer_failed", retryable=False)
+        with pytest.raises(TransferFailed, match=f"{node.info.node_id} failed"):
+            await read(stream)
+        await until(lambda: cluster.is_at_rest)
+        assert (await cluster.dispatcher.status()).retries == {}
+
+
+@pytest.mark.parametrize(
+    ("label", "error"),
+    [
+        ("transfer_failed", TransferFailed),
+        ("node_lost", NodeLost),
+        ("layout_mismatch", RequestFailed),
+    ],
+)
+async def test_the_last_error_keeps_its_label(label: str, error: type[RequestFailed]) -> None:
+    async with ScriptedCluster(max_attempts=2).running() as cluster:
+        stream = await cluster.dispatcher.submit(make_request())
+        for attempt in range(2):
+            _, d = await cluster.pair(attempt)
+            d.fail(label)
+        with pytest.raises(RequestFailed, match=r"d\d failed") as caught:
+            await read(stream)
+        assert type(caught.value) is error
+        assert (await cluster.dispatcher.status()).retries == {label: 1}
+
+
 @pytest.mark.parametrize("max_attempts", [1, 2, 3])
 async def test_there_are_so_many_attempts_and_no_more(max_attempts: int) -> None:
     async with ScriptedCluster(4, 4, max_attempts=max_attempts).running() as cluster:
@@ -360,6 +408,75 @@ async def test_a_node_is_lost_that_had_done_its_part() -> None:
         assert (await cluster.dispatcher.status()).retries == {}
 
 
+async def test_the_decode_node_goes_on_without_a_lost_prefill_node() -> None:
+    """It notices, computes the prompt itself, and makes the first token as well."""
+    async with ScriptedCluster(decode_recomputes=True).running() as cluster:
+        reader = Reader(await cluster.dispatcher.submit(make_request()))
+        p, d = await cluster.pair()
+        p.lose()
+        await until(lambda: p.info.node_id in cluster.dispatcher._lost_nodes)
+        d.tokens(2, start=0)
+        await reader.has(2)
+        d.finish(start=2)
+        assert await reader.task == list(OUTPUT)
+        assert d.cancelled == []
+        status = await cluster.dispatcher.status()
+        assert status.retries == {}
+        assert status.decisions == {"disaggregated": 1}
+
+
+async def test_the_decode_node_cannot_go_on_without_the_prefill_node() -> None:
+    """It says so with the reason, and there is another attempt."""
+    async with ScriptedCluster(decode_recomputes=True).running() as cluster:
+        reader = Reader(await cluster.dispatcher.submit(make_request()))
+        p, d = await cluster.pair()
+        p.tokens()
+        await reader.has(1)
+        p.lose()
+        await until(lambda: p.info.node_id in cluster.dispatcher._lost_nodes)
+        d.fail("transfer_failed")
+        p2, d2 = await cluster.pair(attempt=1)
+        assert p2 is not p
+        assert d2 is not d
+        await finish(cluster, attempt=1)
+        assert await reader.task == list(OUTPUT)
+        assert (await cluster.dispatcher.status()).retries == {"transfer_failed": 1}
+
+
+async def test_both_nodes_are_lost_one_after_the_other() -> None:
+    """Nobody is left to compute the prompt."""
+    async with ScriptedCluster(decode_recomputes=True).running() as cluster:
+        reader = Reader(await cluster.dispatcher.submit(make_request()))
+        p, d = await cluster.pair()
+        p.lose()
+        await until(lambda: p.info.node_id in cluster.dispatcher._lost_nodes)
+        d.lose()
+        p2, d2 = await cluster.pair(attempt=1)
+        assert p2 is not p
+        assert d2 is not d
+        await finish(cluster, attempt=1)
+        assert await reader.task == list(OUTPUT)
+        assert (await cluster.dispatcher.status()).retries == {"node_lost": 1}
+
+
+@pytest.mark.parametrize("lost", ["prefill", "decode"])
+async def test_a_decode_node_that_recomputes_does_not_help_everybody(lost: str) -> None:
+    """Not a request of one token, which it knows nothing of, nor if it is lost itself."""
+    async with ScriptedCluster(decode_recomputes=True).running() as cluster:
+        max_tokens = 1 if lost == "prefill" else len(OUTPUT)
+        reader = Reader(await cluster.dispatcher.submit(make_request(max_tokens=max_tokens)))
+        (node,) = cluster.holders(cluster.prefill if lost == "prefill" else cluster.decode)
+        node.lose()
+        await until(lambda: any(job.attempt == 1 for n in cluster.nodes for job in n.jobs))
+        if lost == "prefill":
+            (p2,) = cluster.holders(cluster.prefill)
+            p2.finish(start=0, end=1)
+        else:
+            await finish(cluster, attempt=1)
+        assert await reader.task == list(OUTPUT[:max_tokens])
+        assert (await cluster.dispatcher.status()).retries == {"node_lost": 1}
+
+
 async def test_both_nodes_are_lost() -> None:
     async with ScriptedCluster().running() as cluster:
         reader = Reader(await cluster.dispatcher.submit(make_request()))
@@ -411,6 +528,21 @@ async def test_a_lost_node_gets_no_more_jobs() -> None:
             assert (p, d) == (cluster.prefill[1], cluster.decode[1])
             assert await read(stream) == list(OUTPUT)
             await until(lambda: not cluster.dispatcher._flights)
+
+
+async def test_a_node_with_blocks_in_quarantine_is_avoided() -> None:
+    async with ScriptedCluster(2, 2).running() as cluster:
+        full, other = cluster.decode
+        cluster.directory.heartbeat(make_status(full.info, admitting=False), generation=0)
+        for n in range(3):
+            stream = await cluster.dispatcher.submit(make_request(f"r{n}"))
+            _, d = await finish(cluster, attempt=0)
+            assert d is other
+            assert await read(stream) == list(OUTPUT)
+            await until(lambda: not cluster.dispatcher._flights)
+        cluster.directory.heartbeat(make_status(other.info, admitting=False), generation=0)
+        with pytest.raises(NoHealthyNode, match="too many KV blocks in quarantine"):
+            await cluster.dispatcher.submit(make_request())
 
 
 async def test_no_node_is_healthy_for_a_while() -> None:
@@ -933,3 +1065,17 @@ async def test_orders_to_all_nodes_say_who_is_lost() -> None:
             answers = await give
             assert answers == {n.info.node_id: n is not nodes[0] for n in nodes}
         assert nodes[1].orders == ["pause wait", "resume", "reset True"]
+
+
+@pytest.mark.parametrize("reporter", ["prefill", "decode"])
+async def test_a_failed_hand_off_is_tried_again_with_another_prefill_node(reporter: str) -> None:
+    """Also if only one decode node is there, and it is the one that noticed."""
+    async with ScriptedCluster(2, 1, max_attempts=2).running() as cluster:
+        reader = Reader(await cluster.dispatcher.submit(make_request()))
+        first, d = await cluster.pair()
+        (first if reporter == "prefill" else d).fail("transfer_failed")
+        second, d = await cluster.pair(1)
+        assert second is not first
+        second.tokens()
+        d.finish(start=1)
+        assert await reader.task == list(OUTPUT)

@@ -73,6 +73,7 @@ def spread(counts: Counter[str | None]) -> int:
     [
         ({"healthy": False}, "unhealthy"),
         ({"draining": True}, "draining"),
+        ({"admitting": False}, "too many KV blocks in quarantine"),
         ({"alive": False}, "heartbeats"),
         ({"info": {"fingerprint": "other"}}, "fingerprint"),
         ({"info": {"max_model_len": 512}}, "holds at most 511"),
@@ -118,6 +119,17 @@ def test_the_missing_role_is_named(policy: RoutingPolicy, present: list[str], ro
     with pytest.raises(NoHealthyNode, match=f"no healthy {role} node") as caught:
         policy(request(), make_view(*members))
     assert all(name[:2] in str(caught.value) for name in present if "sick" in name)
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("role", ["p", "d", "u"])
+def test_nobody_takes_a_request_while_blocks_are_in_quarantine(
+    policy: RoutingPolicy, role: str
+) -> None:
+    partners = nodes("d1") if role == "p" else nodes("p1") if role == "d" else []
+    view = make_view(make_node(f"{role}0", admitting=False), *partners)
+    with pytest.raises(NoHealthyNode, match=f"{role}0: too many KV blocks in quarantine"):
+        policy(request(), view)
 
 
 @EVERY_POLICY

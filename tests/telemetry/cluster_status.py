@@ -23,6 +23,7 @@ class NodeSketch:
     role: Role
     healthy: bool = True
     draining: bool = False
+    admitting: bool = True
     answers: bool = True
 
 
@@ -64,6 +65,7 @@ def _status(sketch: NodeSketch, numbers: "count[int]") -> NodeStatus:
         role=sketch.role,
         healthy=sketch.healthy,
         draining=sketch.draining,
+        admitting=sketch.admitting,
         prefill_tokens_per_s=next(numbers) + 0.5,
         blocks=BlockCounts(total=sum(blocks.values()), **blocks),
         transfers=TransferCounts(**transfers),
