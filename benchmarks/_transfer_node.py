@@ -1,5 +1,11 @@
-"""One end of a transport with a pool, for benchmarks/transfer.py; run by itself, the far end."""
+"""One end of a transport with a pool, for benchmarks/transfer.py; run by itself, the far end.
 
+    python -m benchmarks._transfer_node SCHEME BLOCK_BYTES NUM_BLOCKS [--bind ADDRESS]
+
+prints its endpoint, and reads that of the node that is to write from its standard input.
+"""
+
+import argparse
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -27,7 +33,14 @@ class Node:
         self.activity.clear()
 
 
-def make_node(scheme: str, name: str, block_bytes: int, num_blocks: int, hub: MemoryHub) -> Node:
+def make_node(
+    scheme: str,
+    name: str,
+    block_bytes: int,
+    num_blocks: int,
+    hub: MemoryHub,
+    bind: str = "127.0.0.1",
+) -> Node:
     """A node whose pool has been touched."""
     memory = SharedMemory.create(block_bytes * num_blocks)
     memory.buffer[:] = b"\x01" * memory.num_bytes
@@ -41,10 +54,10 @@ def make_node(scheme: str, name: str, block_bytes: int, num_blocks: int, hub: Me
         bytes_per_block=block_bytes,
     )
     pool = BlockPoolMemory(layout, memory.address, num_blocks, memory, memory.fd)
-    return Node(make_transport(scheme, name, hub), pool)
+    return Node(make_transport(scheme, name, hub, bind), pool)
 
 
-def make_transport(scheme: str, name: str, hub: MemoryHub) -> Transport:
+def make_transport(scheme: str, name: str, hub: MemoryHub, bind: str) -> Transport:
     match scheme:
         case "memory":
             return MemoryTransport(hub, name)
@@ -54,8 +67,9 @@ def make_transport(scheme: str, name: str, hub: MemoryHub) -> Transport:
             return ShmTransport(name, ClusterToken(TOKEN))
         case _:
             from kv_transfer.transports.nixl import NixlTransport
+            from kv_transfer.transports.nixl_agent import NixlConfig
 
-            return NixlTransport(name, ClusterToken(TOKEN))
+            return NixlTransport(name, ClusterToken(TOKEN), NixlConfig(bind=bind))
 
 
 class Target:
@@ -85,8 +99,15 @@ class Target:
 
 def main() -> None:
     """The node whose endpoint comes on stdin may write until stdin ends."""
-    scheme, block_bytes, num_blocks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    node = make_node(scheme, "target", block_bytes, num_blocks, MemoryHub())
+    parser = argparse.ArgumentParser(prog="python -m benchmarks._transfer_node")
+    parser.add_argument("scheme")
+    parser.add_argument("block_bytes", type=int)
+    parser.add_argument("num_blocks", type=int)
+    parser.add_argument("--bind", default="127.0.0.1")
+    given = parser.parse_args()
+    node = make_node(
+        given.scheme, "target", given.block_bytes, given.num_blocks, MemoryHub(), given.bind
+    )
     print(node.transport.endpoint, flush=True)
     target = Target(node, sys.stdin.readline().strip())
     serving = threading.Thread(target=target.serve)

@@ -1,13 +1,18 @@
 """How fast KV moves between two pools, against copying the same bytes with memcpy.
 
     python benchmarks/transfer.py [--json] [memory] [shm] [nixl]
+    python benchmarks/transfer.py [--json] nixl --bind ADDRESS --target ENDPOINT
 
 The two ends are processes of their own, but for `memory`. For each transport: 64 MiB in one piece,
 512 scattered blocks of 32 KiB, and 64 MiB or so of scattered blocks as three models have them; one
 block, there and noticed; messages. What a checksum costs, which is made beside the transfer, is
 measured by itself.
+
+With --target the far end is on another host: start it there, as benchmarks/_transfer_node.py says,
+with blocks of 32768 bytes, 2049 of them. Each end wants to know the endpoint that the other prints.
 """
 
+import argparse
 import ctypes
 import random
 import statistics
@@ -30,6 +35,7 @@ REPEATS = 15
 MESSAGES = 2000
 TOTAL = 64 << 20
 KIB_32 = 32 * 1024
+NUM_BLOCKS = TOTAL // KIB_32 + 1
 # Bytes of a block of 16 tokens: layers * (keys, values) * tokens * KV heads * head size * bytes
 MODELS = {
     "135m": 30 * 2 * 16 * 3 * 64 * 4,  # SmolLM2-135M in float32
@@ -44,6 +50,7 @@ class Pair:
     def __init__(self, source: Node, peer: str, reference: memoryview) -> None:
         self.source = source
         self.peer = source.transport.resolve(peer)
+        self._memory = reference  # as long as its address is used
         self._reference = ctypes.addressof(ctypes.c_char.from_buffer(reference))
         self._block_bytes = source.pool.layout.bytes_per_block
         source.transport.connect(self.peer)
@@ -175,20 +182,37 @@ def scattered(num_blocks: int, count: int) -> list[tuple[int, int]]:
     return list(zip(shuffled[:count], shuffled[-count:], strict=True))
 
 
+def measure_pair(scheme: str, pair: Pair) -> list[Result]:
+    whole = [(block, block) for block in range(1, NUM_BLOCKS)]
+    return [
+        measure(f"{scheme}_contiguous", pair, whole),
+        measure(f"{scheme}_scattered", pair, scattered(NUM_BLOCKS, 512)),
+        *measure_latency(scheme, pair),
+        *([measure_checksums(pair)] if scheme == "memory" else []),
+    ]
+
+
+def measure_far(scheme: str, bind: str, target: str) -> None:
+    source = make_node(scheme, "source", KIB_32, NUM_BLOCKS, MemoryHub(), bind)
+    print(f"tell the target: {source.transport.endpoint}", file=sys.stderr, flush=True)
+    input()
+    report(measure_pair(scheme, Pair(source, target, memoryview(bytearray(source.pool.num_bytes)))))
+    source.transport.close()
+
+
 def main() -> None:
-    schemes = [name for name in sys.argv[1:] if not name.startswith("-")]
-    for scheme in schemes or ("memory", "shm", "nixl"):
-        num_blocks = TOTAL // KIB_32 + 1
-        with pair_of(scheme, KIB_32, num_blocks) as pair:
-            whole = [(block, block) for block in range(1, num_blocks)]
-            report(
-                [
-                    measure(f"{scheme}_contiguous", pair, whole),
-                    measure(f"{scheme}_scattered", pair, scattered(num_blocks, 512)),
-                    *measure_latency(scheme, pair),
-                    *([measure_checksums(pair)] if scheme == "memory" else []),
-                ]
-            )
+    parser = argparse.ArgumentParser(prog="benchmarks/transfer.py")
+    parser.add_argument("schemes", nargs="*", default=["memory", "shm", "nixl"])
+    parser.add_argument("--json", action="store_true")  # read by `report`
+    parser.add_argument("--bind", default="127.0.0.1")
+    parser.add_argument("--target")
+    given = parser.parse_args()
+    for scheme in given.schemes:
+        if given.target is not None:
+            measure_far(scheme, given.bind, given.target)
+            continue
+        with pair_of(scheme, KIB_32, NUM_BLOCKS) as pair:
+            report(measure_pair(scheme, pair))
         for model, block_bytes in MODELS.items():
             count = TOTAL // block_bytes
             with pair_of(scheme, block_bytes, 2 * count + 1) as pair:
