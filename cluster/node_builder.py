@@ -78,7 +78,7 @@ class NodeBuilder:
             context = ConnectorContext(
                 node_id, role, self.config.block_size, self.files.fingerprint, spec.options
             )
-            others.append(load_connector(spec.path, context))
+            others.append(_load(spec.path, context))
         return MultiConnector([handoff, *others]) if others else handoff
 
     def _make_scheduler(
@@ -139,6 +139,16 @@ class NodeBuilder:
         return BlockPoolMemory(
             layout, compute.address, kv_cache.num_blocks, compute.owner, compute.fd
         )
+
+
+def _load(path: str, context: ConnectorContext) -> KVConnector:
+    """Raises ConfigError about `connectors`, also if it is one of the connector's own options."""
+    try:
+        return load_connector(path, context)
+    except ConfigError as error:
+        if error.field == "connectors":
+            raise
+        raise ConfigError("connectors", f"{path}: options.{error}") from error
 
 
 def stop_node(node: BuiltNode) -> None:

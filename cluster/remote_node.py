@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 180.0  # loading a large model from a slow disk
 ANSWER_TIMEOUT_S = 30.0  # a step may run before a question is answered
 STOP_TIMEOUT_S = 35.0  # then it is killed; a node itself gives its engine 30 s
+_PATIENCE_S = 5.0  # then whoever waits for the stop is told why
 
 
 class RemoteNode:
@@ -151,15 +152,24 @@ class RemoteNode:
         elif not self._lost:
             self._channel.post(Stop())
         try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
+            async with asyncio.timeout(_PATIENCE_S):
                 await self._process.wait()
         except TimeoutError:
-            logger.error("%s did not stop within %.0f s", self.node_id, STOP_TIMEOUT_S)
-            self._process.kill()
-            await self._process.wait()
+            await self._wait_longer(self._process)
         if self._reading is not None:
             await self._reading  # to the end of what it said
         await self._to_close.aclose()
+
+    async def _wait_longer(self, process: ChildProcess) -> None:
+        left = STOP_TIMEOUT_S - _PATIENCE_S
+        logger.warning("%s has not stopped yet; it is killed in %.0f s", self.node_id, left)
+        try:
+            async with asyncio.timeout(left):
+                await process.wait()
+        except TimeoutError:
+            logger.error("%s did not stop within %.0f s", self.node_id, STOP_TIMEOUT_S)
+            process.kill()
+            await process.wait()
 
     # ------------------------------------------------------------------ protocol.Node
 

@@ -6,6 +6,7 @@ from cluster.config import LocalConfig
 from cluster.transfer_config import TransferConfig, TransportChoice
 from kv_transfer import AutoTransport, FaultyTransport, MemoryHub, MemoryTransport, Transport
 from kv_transfer.peering import ClusterToken
+from protocol import ConfigError
 
 
 def make_transport(config: LocalConfig, node_id: str, *, hub: MemoryHub, token: str) -> Transport:
@@ -44,4 +45,9 @@ def _make_nixl(transfer: TransferConfig, node_id: str, token: str) -> Transport:
     nixl = NixlConfig(
         bind=transfer.bind, device=transfer.nixl_device, transports=transfer.nixl_transports
     )
-    return NixlTransport(node_id, ClusterToken(token), nixl)
+    try:
+        return NixlTransport(node_id, ClusterToken(token), nixl)
+    except ConfigError as error:
+        if error.field in ("host", "advertise"):  # what `bind` is called there
+            raise ConfigError("bind", error.problem) from error
+        raise

@@ -144,6 +144,10 @@ class FileCacheConnector(BaseConnector):
 
     def __init__(self, context: ConnectorContext) -> None:
         self._directory, self._max_bytes = _parsed(context.options)
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("directory", f"cannot be made: {error}") from error
         self._node_id = context.node_id
         self._block_size = context.block_size
         self._first_match: dict[str, int] = {}  # number of the first block that could be loaded

@@ -45,7 +45,7 @@ def _node(report: NodeReport) -> dict[str, Any]:
     """The facts of a node and, if it answered, its state with the queues under one key."""
     facts = msgspec.to_builtins(report.info)
     if report.status is None:
-        return {**facts, "answered": False}
+        return {**facts, "answered": False, "healthy": False}
     state = msgspec.to_builtins(report.status)
     queues = {name: state.pop(f"num_{name}") for name in _QUEUES}
     return {**facts, **state, "answered": True, "queues": queues}

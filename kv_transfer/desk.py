@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 
@@ -12,6 +13,9 @@ from kv_transfer.layout import BlockPoolMemory
 from kv_transfer.states import HandoffState, Reason
 from kv_transfer.transport import PeerLost, PeerUnreachable, Transport
 from kv_transfer.wire import Message, encode
+from protocol import HandoffTicket
+
+logger = logging.getLogger(__name__)
 
 
 class Desk:
@@ -54,6 +58,17 @@ class Desk:
         self, kind: EventKind, request_id: str, reason: Reason | None = None, detail: str = ""
     ) -> None:
         self.events.append(HandoffEvent(kind, request_id, reason, detail, self.clock()))
+
+    def log_end(
+        self, ticket: HandoffTicket, state: HandoffState, reason: Reason | None, detail: str
+    ) -> None:
+        """What went wrong can be seen; who has left, or was slow, by those who look closer.
+
+        That a peer is lost is told once for all its hand-offs.
+        """
+        is_wrong = state is HandoffState.FAILED and reason is not Reason.PEER_LOST
+        level = logging.WARNING if is_wrong else logging.INFO
+        logger.log(level, "hand-off %s has ended: %s %s", ticket, reason, detail)
 
     def count(self, state: HandoffState, reason: Reason | None) -> None:
         """A hand-off has ended."""

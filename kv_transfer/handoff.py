@@ -275,7 +275,7 @@ class HandoffConnector(BaseConnector):
         for peer, error in lost:
             count = self._push.lose_peer(peer, error) + self._receive.lose_peer(peer, error)
             if count:
-                logger.warning("%s: %s; %d hand-offs are lost", peer, error, count)
+                logger.warning("%s; lost hand-offs with it: %d", error, count)
 
     # ------------------------------------------------------------------ looking in from outside
 

@@ -7,7 +7,6 @@ Nothing here waits. What is asked of D and not answered is asked again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,8 +30,6 @@ from kv_transfer.wire import (
     Revoked,
 )
 from protocol import HandoffTicket, RequestView
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -268,7 +265,7 @@ class PushSide:
         if source.reason is not None:
             detail = source.detail[:1024]
             self._desk.send(source.peer, Closed(source.ticket, source.reason, detail))
-            logger.info("hand-off %s ended: %s %s", source.ticket, source.reason, detail)
+            self._desk.log_end(source.ticket, source.state, source.reason, detail)
         if source.pinned:
             self.sent.append(source.request_id)
         self._desk.tell(EventKind.SENT, source.request_id, source.reason, source.detail)

@@ -7,7 +7,6 @@ Nothing here waits. What is asked of P and not answered is asked again.
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -29,8 +28,6 @@ from kv_transfer.wire import (
     Revoked,
 )
 from protocol import HandoffTicket
-
-logger = logging.getLogger(__name__)
 
 _MAX_OVER = 4096  # ended hand-offs that late messages are recognised of
 
@@ -189,7 +186,7 @@ class ReceiveSide:
 
     def _note_loss(self, sink: HandoffSink) -> None:
         self._desk.tell(EventKind.LOST, sink.request_id, sink.reason, sink.detail)
-        logger.info("hand-off %s lost: %s %s", sink.ticket, sink.reason, sink.detail)
+        self._desk.log_end(sink.ticket, sink.state, sink.reason, sink.detail)
 
     def _note_start(self, sink: HandoffSink) -> None:
         sink.started = True

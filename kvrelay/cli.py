@@ -128,5 +128,6 @@ def _fail(*messages: str) -> NoReturn:
     """A line each, and the status of a wrong command. An empty one: help has been printed."""
     console = Console(stderr=True, soft_wrap=True)
     for message in filter(None, messages):
-        console.print(f"[bold red]error:[/bold red] {escape(' '.join(message.split()))}")
+        words = escape(" ".join(message.split()))
+        console.print(f"[bold red]error:[/bold red] {words}", emoji=False)
     sys.exit(2)

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 
 _CALL_TIMEOUT_S = 10.0  # a node takes a job, or says no, within this
+_STATUS_TIMEOUT_S = 2.0  # whoever asks for the health of the cluster does not wait for long
 
 
 class Dispatcher:
@@ -144,7 +145,9 @@ class Dispatcher:
         )
 
     async def _report(self, node: Node) -> NodeReport:
-        return NodeReport(node.info, await self._ask(node, "its status", node.status()))
+        """Without its status if it does not answer: it has died, or is stopped, or very busy."""
+        status = await self._ask(node, "its status", node.status(), timeout_s=_STATUS_TIMEOUT_S)
+        return NodeReport(node.info, status)
 
     async def pause(self, mode: PauseMode) -> dict[str, bool]:
         """Pause all nodes; whether each of them is paused now."""
@@ -174,14 +177,26 @@ class Dispatcher:
         answers = await asyncio.gather(*asked)
         return {node_id: bool(done) for node_id, done in zip(nodes, answers, strict=True)}
 
-    async def _ask(self, node: Node, what: str, answer: Awaitable[AnswerT]) -> AnswerT | None:
+    async def _ask(
+        self,
+        node: Node,
+        what: str,
+        answer: Awaitable[AnswerT],
+        timeout_s: float | None = None,
+    ) -> AnswerT | None:
         """None, and a warning, if the node is lost or takes too long."""
+        timeout_s = timeout_s or _CALL_TIMEOUT_S
         try:
-            async with asyncio.timeout(_CALL_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await answer
-        except (TimeoutError, KvrelayError) as error:
-            logger.warning("%s was asked for %s: %r", node.info.node_id, what, error)
-            return None
+        except TimeoutError:
+            problem = f"no answer within {timeout_s:g} s"
+        except KvrelayError as error:
+            problem = str(error)
+        is_news = node.info.node_id not in self._lost_nodes
+        level = logging.WARNING if is_news else logging.DEBUG
+        logger.log(level, "%s was asked for %s: %s", node.info.node_id, what, problem)
+        return None
 
     # ------------------------------------------------------------------ an attempt
 

@@ -285,20 +285,6 @@ async def test_what_cannot_be_tried_again() -> None:
 
 
 @pytest.mark.parametrize("failing", ["prefill", "decode"])
-async def test_after_a_failed_hand_off_another_prefill_node_is_tried(failing: str) -> None:
-    """Whoever of the two has noticed it, and even if there is no other decode node."""
-    async with ScriptedCluster(2, 1).running() as cluster:
-        reader = Reader(await cluster.dispatcher.submit(make_request()))
-        p, d = await cluster.pair()
-        (p if failing == "prefill" else d).fail("transfer_failed")
-        p2, d2 = await cluster.pair(attempt=1)
-        assert p2 is not p
-        assert d2 is d
-        await finish(cluster, attempt=1)
-        assert await reader.task == list(OUTPUT)
-
-
-@pytest.mark.parametrize("failing", ["prefill", "decode"])
 async def test_a_failed_hand_off_is_not_tried_again_if_it_is_to_fail(failing: str) -> None:
     async with ScriptedCluster().running() as cluster:
         stream = await cluster.dispatcher.submit(make_request())
