@@ -10,34 +10,27 @@ any more.
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from kv_transfer.layout import PeerPool
-from kv_transfer.peering import handshake
 from kv_transfer.peering.cluster_token import ClusterToken
 from kv_transfer.peering.config import PeeringConfig
 from kv_transfer.peering.connection import Connection
+from kv_transfer.peering.door import Door
 from kv_transfer.peering.handshake import Identity, Met
 from kv_transfer.peering.inbox import Inbox
-from kv_transfer.peering.medium import Medium, cannot_reach
+from kv_transfer.peering.medium import Medium
 from kv_transfer.peering.passport import Passport, ProcessIdentity, digest_of
 from kv_transfer.peering.peer import Peer
-from kv_transfer.peering.poller import READ, WRITE, Poller
-from kv_transfer.peering.process_watch import ProcessExited, watch
-from kv_transfer.transport import PeerLost, PeerRefused, PeerUnreachable, Received
+from kv_transfer.peering.poller import Poller
+from kv_transfer.peering.roster import Roster
+from kv_transfer.transport import PeerLost, PeerUnreachable, Received
 
-logger = logging.getLogger(__name__)
-
-_MAX_ACCEPTS = 64  # in one go
-_ACCEPT_PAUSE_S = 0.5  # when this process has no descriptors left
 _JOIN_TIMEOUT_S = 30.0
 _MAX_NAME_CHARS = 40
 _DEFAULTS = PeeringConfig()
@@ -53,16 +46,13 @@ class PeerNetwork:
         self.config = config
         self._medium = medium
         self._token = token
-        # Peers may come from now on, but are not let in before `start`.
-        self._listener, self.endpoint = medium.listen(f"{readable}-{secrets.token_hex(8)}")
-        self._accept_at: float | None = None  # when paused
+        listener, self.endpoint = medium.listen(f"{readable}-{secrets.token_hex(8)}")
         self._lock = threading.Lock()
         self._poller = Poller()
-        self._peers: dict[str, Peer] = {}
-        self._handshaking: dict[Connection, None] = {}  # oldest first
-        self._paused: set[Connection] = set()
         self._inbox = Inbox(config.max_inbox_messages, config.max_inbox_bytes)
-        self._news = False  # on_activity is due
+        self._peers = Roster(self._poller, medium, self._inbox, config)
+        self._lines = self._peers.lines
+        self._door = Door(listener, self._poller, self._lines.take_in)
         self._closing_by: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"peers-{readable}", daemon=True)
 
@@ -80,7 +70,6 @@ class PeerNetwork:
         """
         assert self._medium.passes_descriptors or not descriptors
         self._on_activity = on_activity
-        self._descriptors = tuple(descriptors)
         passport = Passport(
             endpoint=self.endpoint,
             pool=pool,
@@ -89,8 +78,9 @@ class PeerNetwork:
             extra_bytes=len(extra),
             extra_digest=digest_of(extra),
         )
-        self._me = Identity(self._token, passport, extra, self.config.max_extra_bytes)
-        self._poller.watch(self._listener.fileno(), READ, self._on_listener)
+        me = Identity(self._token, passport, extra, self.config.max_extra_bytes)
+        self._lines.start(me, descriptors)
+        self._door.open()
         self._thread.start()
 
     # ------------------------------------------------------------------ for any thread
@@ -164,16 +154,14 @@ class PeerNetwork:
                     f"{peer} has {unsent} bytes of messages unread; "
                     f"at most {self.config.max_outgoing_bytes} may wait"
                 )
-            self._attempt(connection, partial(connection.send, message))
+            self._lines.attempt(connection, partial(connection.send, message))
             self._tell()
 
     def receive(self) -> Sequence[Received]:
         """What has come since the last call. As long as nobody calls, senders have to wait."""
         with self._lock:
             taken = self._inbox.take()
-            self._news = self._news or bool(self._inbox.due_losses)  # which had to wait for this
-            for connection in list(self._paused):
-                self._resume(connection)
+            self._lines.resume()
             self._tell()
             return taken
 
@@ -199,7 +187,7 @@ class PeerNetwork:
         with self._lock:
             known = self._peers.get(peer)
             if known is not None and not known.connected:
-                self._forget(known)
+                self._peers.forget(known)
 
     def close(self) -> None:
         """Say what is left to say, then let go of all sockets, descriptors and the thread."""
@@ -207,14 +195,15 @@ class PeerNetwork:
             if self._closing_by is not None:
                 return
             self._closing_by = time.monotonic() + self.config.linger_s
-            self._stop_listening()
+            self._door.close()
             if self._thread.ident is not None:
                 self._poller.wake()
         if self._thread.ident is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
             assert not self._thread.is_alive(), "on_activity does not return"
         with self._lock:
-            self._release()
+            self._peers.close()
+            self._poller.close()
 
     # ------------------------------------------------------------------ the thread
 
@@ -225,7 +214,7 @@ class PeerNetwork:
                 for handler, events in ready:
                     handler(events)
                 self._expire()
-                told, self._news = self._news, False
+                told = self._inbox.take_news()
             if told:
                 self._on_activity()
 
@@ -233,37 +222,27 @@ class PeerNetwork:
         with self._lock:
             if self._closing_by is None:
                 return False
-            unsent = any(p.outgoing and p.outgoing.unsent_bytes for p in self._peers.values())
+            unsent = any(p.outgoing and p.outgoing.unsent_bytes for p in self._peers)
             return not unsent or time.monotonic() >= self._closing_by
 
     def _patience_s(self) -> float | None:
         """Until the next deadline; None: there is none."""
         with self._lock:
-            instants = [c.deadline for c in self._handshaking if c.deadline is not None]
-            instants += [at for at in (self._accept_at, self._closing_by) if at is not None]
+            deadlines = (self._lines.next_deadline(), self._door.opens_at, self._closing_by)
+            instants = [at for at in deadlines if at is not None]
             return max(0.0, min(instants) - time.monotonic()) if instants else None
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for connection in list(self._handshaking):
-            if connection.deadline is not None and now >= connection.deadline:
-                self._drop(connection, self._timed_out(connection))
-        if self._accept_at is not None and now >= self._accept_at:
-            self._accept_at = None
-            self._poller.watch(self._listener.fileno(), READ, self._on_listener)
-
-    def _timed_out(self, connection: Connection) -> PeerUnreachable:
-        if connection.connecting:
-            return PeerUnreachable(f"not connected within {self.config.connect_timeout_s:g} s")
-        seconds = self.config.handshake_timeout_s
-        return PeerUnreachable(f"did not say who it is within {seconds:g} s")
+        self._lines.expire(now)
+        self._door.open_if_due(now)
 
     def _tell(self) -> None:
         """Let the thread do what callers of this class must not be kept by."""
-        if (self._news or self._handshaking) and self._closing_by is None:
+        if (self._inbox.news or self._lines.some_handshake) and self._closing_by is None:
             self._poller.wake()
 
-    # ------------------------------------------------------------------ dialling and listening
+    # ------------------------------------------------------------------ dialling
 
     def _outgoing(self, endpoint: str) -> Connection:
         peer = self._dialled(endpoint)
@@ -277,281 +256,13 @@ class PeerNetwork:
 
     def _dialled(self, endpoint: str) -> Peer | None:
         """Dial if need be. None: there is no room for one more peer, or this node has closed."""
-        peer = self._peers.get(endpoint) or self._make_peer(endpoint)
+        peer = self._peers.get_or_make(endpoint)
         if peer is None or self._closing_by is not None:
             return None
         if peer.outgoing is None and time.monotonic() >= peer.retry_at:
-            peer.failure = None
-            self._dial(peer)
+            self._peers.dial(peer)
         return peer
-
-    def _dial(self, peer: Peer) -> None:
-        try:
-            opened = self._medium.dial(peer.endpoint)
-        except PeerUnreachable as error:
-            self._lose(peer, error)
-            return
-        connection = Connection(
-            opened,
-            handshake.dial(self._me, peer.endpoint),
-            peer=peer.endpoint,
-            deadline=time.monotonic() + self.config.connect_timeout_s,
-            takes_descriptors=self._medium.passes_descriptors,
-        )
-        connection.connecting = True
-        peer.outgoing = connection
-        self._add(connection)
-
-    def _on_listener(self, _events: int) -> None:
-        if self._closing_by is not None:  # since the poller saw it
-            return
-        for _ in range(_MAX_ACCEPTS):
-            try:
-                opened, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except ConnectionAbortedError:
-                continue
-            except OSError as error:
-                logger.warning("cannot take in peers for now: %s", error)
-                self._poller.unwatch(self._listener.fileno())
-                self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
-                return
-            self._take_in(opened)
-
-    def _take_in(self, opened: socket.socket) -> None:
-        opened.setblocking(False)
-        self._make_room_for_stranger()
-        connection = Connection(
-            opened,
-            handshake.listen(self._me),
-            peer=None,
-            deadline=time.monotonic() + self.config.handshake_timeout_s,
-            takes_descriptors=False,
-            descriptors=self._descriptors,
-        )
-        self._add(connection)
-        self._attempt(connection, partial(self._admit, connection, opened))
-
-    def _admit(self, connection: Connection, opened: socket.socket) -> None:
-        self._medium.admit(opened)
-        connection.begin()
-
-    def _make_room_for_stranger(self) -> None:
-        strangers = [connection for connection in self._handshaking if not connection.dialled]
-        if len(strangers) >= self.config.max_strangers:
-            self._drop(strangers[0], PeerRefused("too many others are waiting to be let in"))
-
-    def _add(self, connection: Connection) -> None:
-        self._handshaking[connection] = None
-        self._poller.watch(
-            connection.fileno(), self._interest(connection), partial(self._on_events, connection)
-        )
-
-    # ------------------------------------------------------------------ connections
-
-    def _on_events(self, connection: Connection, events: int) -> None:
-        self._attempt(connection, partial(self._advance, connection, events))
-
-    def _attempt(self, connection: Connection, step: Callable[[], None]) -> None:
-        """If it fails, the peer is lost."""
-        if not connection.is_watched():  # since the poller saw it
-            return
-        try:
-            step()
-        except PeerUnreachable as error:
-            self._drop(connection, error)
-        else:
-            if connection.is_watched():
-                self._poller.change(connection.fileno(), self._interest(connection))
-
-    def _interest(self, connection: Connection) -> int:
-        return READ | WRITE if connection.wants_to_write else READ
-
-    def _advance(self, connection: Connection, events: int) -> None:
-        if connection.connecting:
-            self._greet(connection)
-            return
-        connection.flush()
-        if events & ~WRITE and connection.read():
-            self._take_messages(connection)
-
-    def _greet(self, connection: Connection) -> None:
-        try:
-            connection.check_connected()
-        except OSError as error:
-            raise cannot_reach(connection.peer or "", error) from error
-        self._medium.admit(connection.socket)
-        connection.deadline = time.monotonic() + self.config.handshake_timeout_s
-        connection.begin()
-
-    def _take_messages(self, connection: Connection) -> None:
-        while True:
-            if connection.met is not None and not connection.dialled and self._inbox.full:
-                self._pause(connection)
-                return
-            message = connection.next_message()
-            if message is None:
-                return
-            self._hear(connection, message)
-
-    def _hear(self, connection: Connection, message: bytes) -> None:
-        if connection.met is None:
-            met = connection.hear(message, self.config.max_message_bytes)
-            if met is not None:
-                self._meet(connection, met)
-        elif connection.dialled:
-            raise PeerRefused("it spoke where it was to listen")
-        else:
-            self._inbox.put(Received(connection.met.passport.endpoint, message))
-            self._news = True
-
-    def _pause(self, connection: Connection) -> None:
-        """Read no more, and do not watch: the end of a connection would be reported for ever."""
-        if not connection.paused:
-            connection.paused = True
-            self._paused.add(connection)
-            self._poller.unwatch(connection.fileno())
-
-    def _resume(self, connection: Connection) -> None:
-        connection.paused = False
-        self._paused.discard(connection)
-        self._poller.watch(connection.fileno(), READ, partial(self._on_events, connection))
-        self._attempt(connection, partial(self._take_messages, connection))
-
-    # ------------------------------------------------------------------ peers
-
-    def _meet(self, connection: Connection, met: Met) -> None:
-        """Who is at the other end is proven."""
-        endpoint = met.passport.endpoint
-        peer = self._peers.get(endpoint) or self._make_peer(endpoint)
-        if peer is None:
-            raise self._no_room(endpoint)
-        if not connection.dialled:
-            if peer.incoming is not None:
-                self._lose(peer, PeerUnreachable(f"{endpoint} has connected anew"))
-            peer.incoming = connection
-            peer.failure, peer.retry_at = None, 0.0
-        peer.passport = met.passport
-        peer.descriptors += connection.take_descriptors()
-        del self._handshaking[connection]
-        self._watch_process(peer, met.passport.process)
-        self._news = True
-        connection.welcome()
-
-    def _watch_process(self, peer: Peer, process: ProcessIdentity) -> None:
-        if peer.exited or peer.pidfd is not None:
-            return
-        if not self._me.passport.process.sees_pids_of(process):
-            return
-        try:
-            peer.pidfd = watch(process)
-        except ProcessExited:
-            peer.exited = True
-        if peer.pidfd is not None:
-            self._poller.watch(peer.pidfd, READ, partial(self._on_exit, peer))
-
-    def _on_exit(self, peer: Peer, _events: int) -> None:
-        if peer.pidfd is None:
-            return
-        self._unwatch_process(peer)
-        peer.exited = True
-        self._news = True
-        if peer.connected:
-            self._lose(peer, PeerUnreachable("its process has exited"))
-
-    def _unwatch_process(self, peer: Peer) -> None:
-        if peer.pidfd is not None:
-            self._poller.unwatch(peer.pidfd)
-            os.close(peer.pidfd)
-            peer.pidfd = None
-
-    def _drop(self, connection: Connection, error: PeerUnreachable) -> None:
-        """This connection is of no use any more, and so the peer is lost, if it is one."""
-        if connection.closed:
-            return
-        if connection.dialled or connection not in self._handshaking:
-            peer = self._peers[connection.peer or ""]
-            self._lose(peer, error)
-            return
-        logger.info("a connection to %s was dropped: %s", self.endpoint, error)
-        if isinstance(error, PeerRefused):
-            connection.refuse(handshake.refusal(error))
-        self._discard(connection)
-
-    def _lose(self, peer: Peer, error: PeerUnreachable) -> None:
-        if peer.incoming is not None:
-            self._hear_last_words(peer.incoming)
-        self._disconnect(peer)
-        named = str(error) if peer.endpoint in str(error) else f"{peer.endpoint}: {error}"
-        peer.failure = type(error)(named)
-        peer.retry_at = time.monotonic() + self.config.retry_after_s
-        self._inbox.put_loss(PeerLost(peer.endpoint, peer.failure))
-        self._news = True
-
-    def _disconnect(self, peer: Peer) -> None:
-        for connection in (peer.incoming, peer.outgoing):
-            if connection is not None:
-                self._discard(connection)
-        peer.incoming = peer.outgoing = None
-        peer.close_descriptors()
-
-    def _hear_last_words(self, connection: Connection) -> None:
-        """It may have said something just before it went; as much as there is room for."""
-        try:
-            while not connection.paused and connection.read():
-                self._take_messages(connection)
-        except PeerUnreachable:
-            return
-
-    def _discard(self, connection: Connection) -> None:
-        self._handshaking.pop(connection, None)
-        self._paused.discard(connection)
-        if not connection.closed:
-            self._poller.unwatch(connection.fileno())
-            connection.close()
-
-    # ------------------------------------------------------------------ room
-
-    def _make_peer(self, endpoint: str) -> Peer | None:
-        """None: there is no room for it."""
-        if not self._has_room():
-            return None
-        peer = self._peers[endpoint] = Peer(endpoint)
-        return peer
-
-    def _has_room(self) -> bool:
-        if len(self._peers) < self.config.max_peers:
-            return True
-        for peer in list(self._peers.values()):
-            if peer.forgettable:
-                self._forget(peer)
-                return True
-        return False
 
     def _check_room(self, endpoint: str) -> None:
-        if self._closing_by is None and not self._has_room():
-            raise self._no_room(endpoint)
-
-    def _no_room(self, endpoint: str) -> PeerRefused:
-        return PeerRefused(f"{endpoint}: there are {self.config.max_peers} peers already")
-
-    def _forget(self, peer: Peer) -> None:
-        self._unwatch_process(peer)
-        peer.close_descriptors()
-        del self._peers[peer.endpoint]
-
-    # ------------------------------------------------------------------ the end
-
-    def _stop_listening(self) -> None:
-        self._accept_at = None
-        self._poller.unwatch(self._listener.fileno())
-        self._listener.close()
-
-    def _release(self) -> None:
-        for stranger in list(self._handshaking):
-            self._discard(stranger)
-        for peer in self._peers.values():
-            self._disconnect(peer)
-            self._unwatch_process(peer)
-        self._poller.close()
+        if self._closing_by is None:
+            self._peers.check_room(endpoint)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from cluster import LocalConfig, Topology
+from cluster import LocalConfig, Topology, TransferConfig, TransportChoice
 from scheduler import SchedulerKnobs
 
 MAX_MODEL_LEN = 1600  # the longest prompt and its output
 TINY_POOL = 98  # blocks; the longest request takes 97 of them
 ROOMY_POOL = 800
+_GOOD_ORDER = 44  # of all that were tried, it leads to the fewest and quickest combinations
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Combination:
     tiny_steps: bool
     tiny_pool: bool
     async_scheduling: bool
+    transport: str  # memory within one process, or shm or nixl between those of the nodes
+    layerwise: bool
 
     def __str__(self) -> str:
         return "-".join(
@@ -34,13 +38,24 @@ class Combination:
                 *(["tiny-steps"] if self.tiny_steps else []),
                 *(["tiny-pool"] if self.tiny_pool else []),
                 *([] if self.async_scheduling else ["sync"]),
+                *([self.transport] if self.processes else []),
+                *(["layerwise"] if self.layerwise else []),
             ]
         )
 
     @property
     def possible(self) -> bool:
-        """A request that is alone never has to make room for another one."""
+        """A request that is alone never has to make room for another one.
+
+        A unified node hands nothing off; it is enough that it can have a process of its own.
+        """
+        if self.topology == "unified" and (self.layerwise or self.transport == "nixl"):
+            return False
         return not (self.tiny_pool and self.concurrency == 1)
+
+    @property
+    def processes(self) -> bool:
+        return self.transport != "memory"
 
     @property
     def must_preempt(self) -> bool:
@@ -52,6 +67,7 @@ class Combination:
         unified = self.topology == "unified"
         return LocalConfig(
             topology=Topology.UNIFIED if unified else Topology.DISAGGREGATED,
+            processes=self.processes,
             num_prefill=nodes,
             num_decode=nodes,
             num_blocks=TINY_POOL if self.tiny_pool else ROOMY_POOL,
@@ -64,13 +80,20 @@ class Combination:
                 max_parked_blocks=TINY_POOL if self.tiny_pool else None,
                 async_scheduling=self.async_scheduling,
             ),
+            transfer=TransferConfig(
+                transport=TransportChoice(self.transport), layerwise=self.layerwise
+            ),
         )
 
 
 def all_combinations() -> list[Combination]:
     yes_or_no = (True, False)
     values = itertools.product(
-        ("unified", "disaggregated", "2+2"), (1, 16), yes_or_no, yes_or_no, yes_or_no, yes_or_no
+        ("unified", "disaggregated", "2+2"),
+        (1, 16),
+        *[yes_or_no] * 4,
+        ("memory", "shm", "nixl"),
+        yes_or_no,
     )
     return [c for c in itertools.starmap(Combination, values) if c.possible]
 
@@ -78,12 +101,14 @@ def all_combinations() -> list[Combination]:
 def pairwise_cover() -> list[Combination]:
     """Few combinations in which each two values of different factors meet; found greedily."""
     candidates = all_combinations()
-    missing = {pair for candidate in candidates for pair in pairs_of(candidate)}
+    random.Random(_GOOD_ORDER).shuffle(candidates)
+    pairs = {candidate: set(pairs_of(candidate)) for candidate in candidates}
+    missing = set().union(*pairs.values())
     cover = []
     while missing:
-        best = max(candidates, key=lambda candidate: len(missing & set(pairs_of(candidate))))
+        best = max(candidates, key=lambda candidate: len(missing & pairs[candidate]))
         cover.append(best)
-        missing -= set(pairs_of(best))
+        missing -= pairs[best]
     return cover
 
 

@@ -1,32 +1,33 @@
 """The tokens are those of an independent implementation, whichever way they are computed.
 
-`make verify` runs every combination; otherwise each two values of different factors meet.
+`make verify` runs every combination; otherwise each two values of different factors meet, and
+requests that are alone, which take longest, are asked for one block of tokens and one more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 
 import pytest
 
-from cluster import LocalCluster, LocalConfig, NodeCompute
-from cluster.torch_compute import torch_compute
+from cluster import LocalCluster, LocalConfig
 from engine.kv_cache import KVCache
-from engine.weights import ModelFiles, ModelStore
-from protocol import GenerationRequest, SamplingParams
+from engine.weights import ModelFiles
+from protocol import NodeStatus, Role
 from tests.e2e.combinations import MAX_MODEL_LEN, Combination, all_combinations, pairwise_cover
-from tests.reference.cases import (
-    MODEL,
-    NUM_OUTPUT_TOKENS,
-    ReferenceCase,
-    comparable_share,
-    reference_cases,
+from tests.e2e.reference_cluster import (
+    answer,
+    check_all,
+    reference_model,
+    serving_pools,
+    serving_reference,
 )
+from tests.process_cluster import at_rest
+from tests.reference.cases import NUM_OUTPUT_TOKENS, comparable_share, reference_cases
 
 CASES = reference_cases()
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS)
+NUM_TOKENS_ALONE = 17
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -38,45 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def files() -> ModelFiles:
-    return ModelStore(Path.home() / ".cache" / "kvrelay").resolve(MODEL)
-
-
-class ReferenceCluster:
-    """A cluster of the real model; keeps the KV pools of its nodes, in their order."""
-
-    def __init__(self, files: ModelFiles, config: LocalConfig) -> None:
-        self.pools: list[KVCache] = []
-        self._make = torch_compute(files, config)
-        self.local = LocalCluster(config, files, self._make_compute)
-
-    def _make_compute(self) -> NodeCompute:
-        compute = self._make()
-        assert isinstance(compute.owner, KVCache)
-        self.pools.append(compute.owner)
-        return compute
-
-    async def generate(self, name: str, case: ReferenceCase) -> list[int]:
-        request = GenerationRequest(
-            request_id=name,
-            prompt_token_ids=case.prompt_token_ids,
-            sampling=GREEDY,
-            arrival_time=time.time(),
-        )
-        stream = await self.local.dispatcher.submit(request)
-        return [token async for chunk in stream for token in chunk.token_ids]
-
-    async def check_all(self, concurrency: int) -> None:
-        seats = asyncio.Semaphore(concurrency)
-
-        async def check(case: ReferenceCase) -> None:
-            async with seats:
-                tokens = await self.generate(case.name, case)
-            assert len(tokens) == NUM_OUTPUT_TOKENS
-            case.check(tokens)
-
-        async with asyncio.TaskGroup() as group:
-            for case in CASES:
-                group.create_task(check(case))
+    return reference_model()
 
 
 def test_the_cases_are_many_and_comparable() -> None:
@@ -90,37 +53,43 @@ def test_the_cases_are_many_and_comparable() -> None:
 @pytest.mark.real_model
 @pytest.mark.timeout(900)
 async def test_tokens_are_those_of_the_reference(
-    files: ModelFiles, combination: Combination
+    files: ModelFiles, combination: Combination, pytestconfig: pytest.Config
 ) -> None:
-    cluster = ReferenceCluster(files, combination.config())
-    await cluster.local.start()
-    try:
-        await cluster.check_all(combination.concurrency)
-        await asyncio.gather(*(node.drain() for node in cluster.local.nodes))
-        check_counters(cluster.local, combination)
-    finally:
-        await cluster.local.stop()
+    shortened = combination.concurrency == 1 and not pytestconfig.getoption("--all-combinations")
+    num_tokens = NUM_TOKENS_ALONE if shortened else NUM_OUTPUT_TOKENS
+    async with serving_reference(files, combination.config()) as cluster:
+        await check_all(cluster, CASES, combination.concurrency, num_tokens)
+        statuses = await at_rest(cluster)
+        if isinstance(cluster, LocalCluster):
+            for node in cluster.nodes:
+                node.host.engine.scheduler.check_integrity()
+    check_counters(statuses, combination)
 
 
-def check_counters(local: LocalCluster, combination: Combination) -> None:
+def check_counters(statuses: list[NodeStatus], combination: Combination) -> None:
     """What must have happened on the way, and what must not."""
-    prompt_tokens = sum(len(case.prompt_token_ids) for case in CASES)
-    decode = [node.host.status() for node in local.decode_nodes]
-    preemptions = sum(node.host.status().num_preemptions for node in local.nodes)
+    preemptions = sum(status.num_preemptions for status in statuses)
     if combination.must_preempt:
         assert preemptions > 0
     assert combination.tiny_pool or not preemptions
-    if local.prefill_nodes:
-        computed = sum(status.num_prompt_tokens_computed for status in decode)
-        assert computed == sum(status.num_prompt_tokens_recomputed for status in decode)
-        loaded = sum(s.num_prompt_tokens_loaded + s.num_prefix_hits for s in decode)
-        assert loaded >= prompt_tokens
-        assert sum(status.transfers.committed for status in decode) == len(CASES)
-    for node in local.nodes:
-        node.host.engine.scheduler.check_integrity()
-        blocks = node.host.status().blocks
-        assert blocks.balanced
-        assert blocks.used == blocks.quarantined == 0
+    for status in statuses:
+        assert status.transfers.reasons == {}
+        assert status.transfers.live == ()
+        assert status.admitting
+    check_handoffs(statuses)
+
+
+def check_handoffs(statuses: list[NodeStatus]) -> None:
+    """Every prompt came to a decode node through one hand-off, and was not computed there."""
+    decode = [status for status in statuses if status.role is Role.DECODE]
+    if not decode:
+        return
+    computed = sum(status.num_prompt_tokens_computed for status in decode)
+    assert computed == sum(status.num_prompt_tokens_recomputed for status in decode)
+    loaded = sum(s.num_prompt_tokens_loaded + s.num_prefix_hits for s in decode)
+    assert loaded >= sum(len(case.prompt_token_ids) for case in CASES)
+    for role in (Role.PREFILL, Role.DECODE):
+        assert sum(s.transfers.committed for s in statuses if s.role is role) == len(CASES)
 
 
 @pytest.mark.real_model
@@ -128,19 +97,14 @@ async def test_nothing_in_a_pool_counts_but_what_was_pushed(files: ModelFiles) -
     """D's pool is NaN before the push, P's is NaN after the commit."""
     # Without a cache, because what it would hit of an earlier case is spoilt.
     config = LocalConfig(num_blocks=200, max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False)
-    cluster = ReferenceCluster(files, config)
-    prefill, decode = cluster.pools
     chosen = [case for case in CASES if len(case.prompt_token_ids) in (1, 16, 17, 33)][:4]
     long = next(case for case in CASES if len(case.prompt_token_ids) > 600)
-    await cluster.local.start()
-    try:
+    async with serving_pools(files, config) as (cluster, (prefill, decode)):
         for case in [*chosen, long]:
             decode.tensor.fill_(float("nan"))
-            spoil = asyncio.create_task(spoil_after_commit(cluster.local, prefill))
-            case.check(await cluster.generate(case.name, case))
+            spoil = asyncio.create_task(spoil_after_commit(cluster, prefill))
+            case.check(await answer(cluster, case))
             assert await spoil < NUM_OUTPUT_TOKENS, "it was spoilt too late to matter"
-    finally:
-        await cluster.local.stop()
 
 
 async def spoil_after_commit(local: LocalCluster, pool: KVCache) -> int:

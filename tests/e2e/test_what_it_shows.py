@@ -52,6 +52,16 @@ class TestARequest:
         for node in ("prefill", "decode"):
             assert self.of(node, "kv_transfers_total", outcome="committed") == 1
 
+    def test_its_hand_off_took_a_while_and_is_over(self) -> None:
+        assert 0 < self.of("prefill", "kv_transfer_seconds_total") < 30
+        for node in ("prefill", "decode"):
+            labels = {"node": f"{node}-0", "role": node}
+            key = ("kvrelay_node_admitting", *sorted(labels.items()))
+            assert self.after[key] == 1
+        ended = ("kv_transfers_live", "kv_transfers_ended_total", "kv_transfer_failures_total")
+        grown = {key for key in self.after if self.after[key] > self.before.get(key, 0)}
+        assert not {key for key in grown if str(key[0]).removeprefix("kvrelay_") in ended}
+
     def test_the_decode_node_computed_no_prompt_token(self) -> None:
         def prompt_tokens(node: str, source: str) -> float:
             return self.of(node, "node_prompt_tokens_total", source=source)
@@ -93,6 +103,8 @@ def test_the_cluster(server: ServeProcess) -> None:
         assert node["healthy"]
         assert node["answered"]
         assert not node["draining"]
+        assert node["admitting"]
+        assert node["transfers"]["live"] == []
         assert (node["block_size"], node["max_num_seqs"]) == (16, 64)
         assert node["num_blocks"] == (1 << 30) // BLOCK_BYTES - 1, "1 GiB less the null block"
     assert nodes["prefill-0"]["fingerprint"] == nodes["decode-0"]["fingerprint"]
