@@ -50,11 +50,36 @@ class NodeCores:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheSize:
+    """The KV pool of a node.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    block_size: int = 16  # tokens
+    kv_memory_bytes: int = GIB
+    num_blocks: int | None = None  # usable ones; None: as many as fit into kv_memory_bytes
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "kv_memory_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, f"must be at least 1, not {getattr(self, name)}")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigError("num_blocks", f"must be at least 1, not {self.num_blocks}")
+        if self.block_size % HASH_BLOCK_SIZE:
+            raise ConfigError(
+                "block_size", f"must be a multiple of {HASH_BLOCK_SIZE}, not {self.block_size}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LocalConfig:
     """A cluster on one machine. Sizes of pools and batches are those of each node.
 
     `prefill_scheduler` and `decode_scheduler` take the place of `scheduler` on the nodes of their
-    kind; unified nodes are decode nodes here.
+    kind, `prefill_cache` and `decode_cache` that of the sizes that all have; unified nodes are
+    decode nodes here.
 
     Raises:
         ConfigError: a value is out of its range, or two of them cannot go together.
@@ -66,9 +91,11 @@ class LocalConfig:
     num_decode: int = 1  # of topology unified: the number of unified nodes
     prefill_cores: NodeCores = field(default_factory=NodeCores)
     decode_cores: NodeCores = field(default_factory=NodeCores)
-    block_size: int = 16  # tokens
-    kv_memory_bytes: int = GIB
-    num_blocks: int | None = None  # usable ones; None: as many as fit into kv_memory_bytes
+    block_size: int = CacheSize.block_size
+    kv_memory_bytes: int = CacheSize.kv_memory_bytes
+    num_blocks: int | None = CacheSize.num_blocks
+    prefill_cache: CacheSize | None = None
+    decode_cache: CacheSize | None = None
     max_model_len: int | None = None  # None: the model's, but at most DEFAULT_MAX_MODEL_LEN
     enable_prefix_caching: bool = True
     scheduler: SchedulerKnobs = field(default_factory=SchedulerKnobs)
@@ -80,15 +107,10 @@ class LocalConfig:
     record_schedules: Path | None = None  # a directory, for what each node's scheduler decides
 
     def __post_init__(self) -> None:
-        for name in ("num_prefill", "num_decode", "block_size", "kv_memory_bytes"):
+        for name in ("num_prefill", "num_decode"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"must be at least 1, not {getattr(self, name)}")
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ConfigError("num_blocks", f"must be at least 1, not {self.num_blocks}")
-        if self.block_size % HASH_BLOCK_SIZE:
-            raise ConfigError(
-                "block_size", f"must be a multiple of {HASH_BLOCK_SIZE}, not {self.block_size}"
-            )
+        _ = self._common_cache  # checks it
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(
                 "max_model_len",
@@ -177,23 +199,39 @@ class LocalConfig:
                 max_parked_blocks=max(1, parked),
             )
 
-    def kv_cache(self, model: ModelConfig) -> KVCacheConfig:
-        """The pool of each node.
+    @property
+    def _common_cache(self) -> CacheSize:
+        return CacheSize(
+            block_size=self.block_size,
+            kv_memory_bytes=self.kv_memory_bytes,
+            num_blocks=self.num_blocks,
+        )
+
+    def cache_size(self, role: Role) -> CacheSize:
+        """What was asked for on nodes of this kind."""
+        own = self.prefill_cache if role is Role.PREFILL else self.decode_cache
+        return own or self._common_cache
+
+    def kv_cache(self, model: ModelConfig, role: Role) -> KVCacheConfig:
+        """The pool of each node of this kind.
 
         Raises:
             ConfigError: it would be too small for one request of `max_model_len` tokens.
         """
-        one = KVCacheConfig.for_model(model, num_blocks=2, block_size=self.block_size)
-        usable = self.num_blocks or self.kv_memory_bytes // one.bytes_per_block - 1
-        needed = -(-self.model_len(model) // self.block_size)
-        if self.num_blocks is None and usable < needed:
+        name = "prefill_cache" if role is Role.PREFILL else "decode_cache"
+        size, length = self.cache_size(role), self.model_len(model)
+        one = KVCacheConfig.for_model(model, num_blocks=2, block_size=size.block_size)
+        usable = size.num_blocks or size.kv_memory_bytes // one.bytes_per_block - 1
+        needed = -(-length // size.block_size)
+        if size.num_blocks is None and usable < needed:
+            field = "kv_memory_bytes"
             raise ConfigError(
-                "kv_memory_bytes",
-                f"{_mib(self.kv_memory_bytes)} hold {max(0, usable) * self.block_size} tokens, but "
-                f"one request of max_model_len ({self.model_len(model)}) tokens needs "
+                field if getattr(self, name) is None else f"{name}.{field}",
+                f"{_mib(size.kv_memory_bytes)} hold {max(0, usable) * size.block_size} tokens, but "
+                f"one request of max_model_len ({length}) tokens needs "
                 f"{_mib((needed + 1) * one.bytes_per_block)}; raise it, or lower max_model_len",
             )
-        return KVCacheConfig.for_model(model, num_blocks=usable + 1, block_size=self.block_size)
+        return KVCacheConfig.for_model(model, num_blocks=usable + 1, block_size=size.block_size)
 
 
 @dataclass(frozen=True, kw_only=True)

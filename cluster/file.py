@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from cluster.config import LocalConfig, NodeCores, ServeConfig, Topology, errors_of
+from cluster.config import CacheSize, LocalConfig, NodeCores, ServeConfig, Topology, errors_of
 from cluster.sizes import parse_size
 from cluster.transfer_config import ConnectorSpec, TransferConfig, TransportChoice
 from cluster.yaml_problem import describe, dotted
@@ -69,10 +69,19 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class CacheOverride(_Section):
+    """What differs from `cache` on nodes of one kind."""
+
+    block_size: int | None = None
+    kv_memory: Size | None = None
+    num_blocks: int | None = None
+
+
 class PrefillSection(_Section):
     count: int = LocalConfig.num_prefill
     threads: int | None = NodeCores.threads
     cpus: list[int] | None = None
+    cache: CacheOverride = CacheOverride()
     scheduler: Knobs = {}
 
 
@@ -81,6 +90,7 @@ class DecodeSection(_Section):
     threads: int | None = NodeCores.threads
     cpus: list[int] | None = None
     reserve: Reserve = DecodeConfig.reserve
+    cache: CacheOverride = CacheOverride()
     scheduler: Knobs = {}
 
 
@@ -176,6 +186,8 @@ class ClusterFile(_Section):
                 block_size=self.cache.block_size,
                 kv_memory_bytes=parse_size("kv_memory_bytes", self.cache.kv_memory),
                 num_blocks=self.cache.num_blocks,
+                prefill_cache=self._cache_of("prefill_cache", self.prefill.cache),
+                decode_cache=self._cache_of("decode_cache", self.decode.cache),
                 max_model_len=self.max_model_len,
                 enable_prefix_caching=self.cache.enable_prefix_caching,
                 scheduler=SchedulerKnobs(**self.scheduler),
@@ -194,6 +206,19 @@ class ClusterFile(_Section):
                 port=self.gateway.port,
                 cache_dir=cache_dir,
                 model=self.model,
+            )
+
+    def _cache_of(self, name: str, own: CacheOverride) -> CacheSize | None:
+        """A pool is given by its memory or by its blocks: the one that is said here wins."""
+        if own == CacheOverride():
+            return None
+        common = self.cache
+        num_blocks = common.num_blocks if own.kv_memory is None else None
+        with errors_of(name):
+            return CacheSize(
+                block_size=common.block_size if own.block_size is None else own.block_size,
+                kv_memory_bytes=parse_size("kv_memory_bytes", own.kv_memory or common.kv_memory),
+                num_blocks=num_blocks if own.num_blocks is None else own.num_blocks,
             )
 
     def _knobs_of(self, name: str, own: dict[str, Any]) -> SchedulerKnobs | None:
@@ -229,6 +254,10 @@ def _places() -> dict[str, str]:
         for role in ("prefill", "decode"):
             places[f"{role}_scheduler.{knob.name}"] = f"{role}.scheduler.{knob.name}"
     for role in ("prefill", "decode"):
+        places |= {
+            f"{role}_cache.{key}": f"{role}.cache.{key}" for key in CacheOverride.model_fields
+        }
+        places[f"{role}_cache.kv_memory_bytes"] = f"{role}.cache.kv_memory"
         places |= {f"{role}_cores.{key.name}": f"{role}.{key.name}" for key in fields(NodeCores)}
     return places
 

@@ -52,7 +52,7 @@ class NodeBuilder:
             ConfigError: a setting does not go with this machine or this model.
             ModelError: the weights cannot be loaded.
         """
-        compute = self.make_compute()
+        compute = self.make_compute(role)
         transport = self.make_transport(node_id)
         handoff = HandoffConnector(
             transport, time.monotonic, self.handoff or self.config.transfer.handoff()
@@ -76,7 +76,11 @@ class NodeBuilder:
         others = []
         for spec in self.config.transfer.connectors:
             context = ConnectorContext(
-                node_id, role, self.config.block_size, self.files.fingerprint, spec.options
+                node_id,
+                role,
+                self.config.cache_size(role).block_size,
+                self.files.fingerprint,
+                spec.options,
             )
             others.append(_load(spec.path, context))
         return MultiConnector([handoff, *others]) if others else handoff

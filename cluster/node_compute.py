@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine import KVCacheConfig, StepRunner
+from protocol import Role
 
 
 @dataclass(frozen=True)
@@ -19,4 +20,4 @@ class NodeCompute:
     fd: int | None = None  # of the memory, if other processes may map it
 
 
-RunnerFactory = Callable[[], NodeCompute]  # for one node after the other
+RunnerFactory = Callable[[Role], NodeCompute]  # for one node after the other

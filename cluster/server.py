@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -21,7 +22,7 @@ from cluster.processes import ProcessCluster
 from engine import KVCacheConfig
 from engine.weights import ModelFiles
 from gateway import ChatTemplate, GatewayConfig, ServedModel, Tokenizer, create_app
-from protocol import ConfigError
+from protocol import ConfigError, Role
 from telemetry import Metrics
 
 logger = logging.getLogger(__name__)
@@ -184,23 +185,27 @@ def make_cluster(files: ModelFiles, config: LocalConfig, token: str | None = Non
         ConfigError, ModelError: as `torch_compute` does, if the nodes are in this process.
     """
     # What is wrong with the settings is told before torch loads.
-    pool = config.kv_cache(files.config)
-    for role in config.num_nodes:
+    pools = {role: config.kv_cache(files.config, role) for role in config.num_nodes}
+    for role, pool in pools.items():
         config.scheduler_config(role, files.config, pool.num_blocks - 1)
-    _check_memory(config, pool)
+    _check_memory(config, pools)
     if config.processes:
         return ProcessCluster(config, files, token=token)
     return LocalCluster(config, files, _compute(files, config), token=token)
 
 
-def _check_memory(config: LocalConfig, pool: KVCacheConfig) -> None:
-    num_nodes = sum(config.num_nodes.values())
+def _check_memory(config: LocalConfig, pools: dict[Role, KVCacheConfig]) -> None:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if pool.device == "cpu" and num_nodes * pool.num_bytes > memory_bytes:
+    sizes: Counter[int] = Counter()
+    for role, pool in pools.items():
+        if pool.device == "cpu":
+            sizes[pool.num_bytes] += config.num_nodes[role]
+    if sum(size * count for size, count in sizes.items()) > memory_bytes:
+        nodes = " + ".join(f"{count} x {size / GIB:.1f} GiB" for size, count in sizes.items())
         raise ConfigError(
             "kv_memory_bytes",
-            f"{num_nodes} x {pool.num_bytes / GIB:.1f} GiB, one for each node, are more than the "
-            f"{memory_bytes / GIB:.1f} GiB of this machine",
+            f"{nodes}, one for each node, are more than the {memory_bytes / GIB:.1f} GiB of this "
+            "machine",
         )
 
 

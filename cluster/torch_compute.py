@@ -9,20 +9,23 @@ from engine.core_share import CoreShare
 from engine.models import load_model
 from engine.runner_factory import make_model_runner
 from engine.weights import ModelFiles
+from protocol import Role
 
 
 def torch_compute(files: ModelFiles, config: LocalConfig) -> RunnerFactory:
-    """One copy of the weights for all nodes; each call makes a runner with its own KV pool.
+    """One copy of the weights for all nodes; each call makes a runner for a node of a role, with a
+    KV pool of its own.
 
     Raises:
         ModelError: the weights cannot be loaded.
         ConfigError: the pool is too small for one request, or too large for this machine.
     """
-    kv_cache = config.kv_cache(files.config)
+    pools = {role: config.kv_cache(files.config, role) for role in Role}
     model = load_model(files.directory)
     cores = CoreShare()  # one for all nodes, which compute at the same time
 
-    def make() -> NodeCompute:
+    def make(role: Role) -> NodeCompute:
+        kv_cache = pools[role]
         memory = pool_memory(config, kv_cache.num_bytes)
         runner = make_model_runner(
             model,

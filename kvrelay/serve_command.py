@@ -82,15 +82,15 @@ def _node_table(cluster: Cluster) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in _NODE_COLUMNS:
         table.add_column(column, justify="left" if column in ("node", "role") else "right")
-    bytes_per_block = cluster.config.kv_cache(cluster.files.config).bytes_per_block
     for node in cluster.nodes:
         info = node.info
+        pool = cluster.config.kv_cache(cluster.files.config, info.role)
         table.add_row(
             info.node_id,
             info.role,
             f"{info.num_blocks} x {info.block_size}",
             str(info.num_blocks * info.block_size),
-            format_size(info.num_blocks * bytes_per_block),
+            format_size(info.num_blocks * pool.bytes_per_block),
             str(info.max_num_seqs),
             str(info.max_num_batched_tokens),
             str(info.max_model_len),

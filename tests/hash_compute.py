@@ -12,7 +12,7 @@ import time
 from cluster import LocalConfig, NodeCompute, RunnerFactory
 from cluster.pool_memory import pool_memory
 from engine.weights import ModelFiles
-from protocol import ModelError
+from protocol import ModelError, Role
 from tests.hash_model import HashRunner, hash_kv_cache
 
 
@@ -59,10 +59,10 @@ def endless_compute(files: ModelFiles, config: LocalConfig) -> RunnerFactory:
 
 
 def _factory(config: LocalConfig, step_s: float) -> RunnerFactory:
-    assert config.num_blocks is not None
-    kv_cache = hash_kv_cache(config.num_blocks + 1, config.block_size)
-
-    def make() -> NodeCompute:
+    def make(role: Role) -> NodeCompute:
+        size = config.cache_size(role)
+        assert size.num_blocks is not None
+        kv_cache = hash_kv_cache(size.num_blocks + 1, size.block_size)
         memory = pool_memory(config, kv_cache.num_bytes)
         if memory is None:
             runner = HashRunner(kv_cache, step_s)

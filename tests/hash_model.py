@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from cluster import NodeCompute
 from engine import KVCacheConfig
 from engine.weights import ModelConfig, ModelFiles
-from protocol import SamplingParams
+from protocol import Role, SamplingParams
 from scheduler import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 VOCABULARY = 50_000
@@ -205,7 +205,7 @@ class HashComputeFactory:
         self._step_s = step_s
         self.runners: list[HashRunner] = []
 
-    def __call__(self) -> NodeCompute:
+    def __call__(self, role: Role) -> NodeCompute:
         runner = HashRunner(self._kv_cache, self._step_s)
         self.runners.append(runner)
         return NodeCompute(runner, self._kv_cache, runner.pool.ctypes.data, runner.pool)

@@ -61,6 +61,7 @@ async def running(
 @contextlib.asynccontextmanager
 async def started(cluster: ProcessCluster) -> AsyncIterator[None]:
     """Afterwards it is stopped, and no process, task or descriptor is left."""
+    gc.collect()  # what earlier tests have left to it
     before = _resources()
     await cluster.start()
     pidfds = [os.pidfd_open(node.pid) for node in cluster.nodes]

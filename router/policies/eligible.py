@@ -24,11 +24,8 @@ class Eligible:
 
 
 def can_hand_off(prefill: NodeView, decode: NodeView) -> bool:
-    """Whether the transports and the blocks of the two nodes are of the same kind."""
-    return (
-        _scheme(prefill.info.endpoint) == _scheme(decode.info.endpoint)
-        and prefill.info.block_size == decode.info.block_size
-    )
+    """Whether the two nodes have a transport in common. Their blocks may be of different sizes."""
+    return not _schemes(prefill.info.endpoint).isdisjoint(_schemes(decode.info.endpoint))
 
 
 def find_eligible(facts: RequestFacts, view: RouterView, prediction: Prediction) -> Eligible:
@@ -101,5 +98,6 @@ def _nobody(
     return NoHealthyNode(f"no healthy {role} node for this request ({causes or 'none is known'})")
 
 
-def _scheme(endpoint: str) -> str:
-    return endpoint.partition(":")[0]
+def _schemes(endpoint: str) -> set[str]:
+    """An endpoint has a part for each transport of its node."""
+    return {part.partition(":")[0] for part in endpoint.split("+")}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster import (
+    CacheSize,
     ConnectorSpec,
     LocalConfig,
     NodeCores,
@@ -21,7 +22,7 @@ from cluster import (
 from cluster.file import ClusterFile
 from cluster.yaml_file import load_yaml
 from decode_node import DecodeConfig
-from protocol import ConfigError
+from protocol import ConfigError, Role
 from router import RouterConfig
 from scheduler import SchedulerKnobs
 from tests.cluster.other_knobs import OTHER_KNOBS, UNSUPPORTED
@@ -246,3 +247,29 @@ def _flow(values: dict[str, Any]) -> str:
     words = {True: "true", False: "false"}
     pairs = (f"{k}: {words[v] if isinstance(v, bool) else v}" for k, v in values.items())
     return "{" + ", ".join(pairs) + "}"
+
+
+def test_a_kind_of_node_may_have_a_cache_of_other_sizes(read: Read) -> None:
+    file = read(
+        "cache: {block_size: 32, num_blocks: 100}\n"
+        "prefill:\n  cache: {kv_memory: 2GiB}\n"
+        "decode:\n  cache: {block_size: 64}\n"
+    )
+    config = file.local_config()
+    assert config.prefill_cache == CacheSize(block_size=32, kv_memory_bytes=2 << 30)
+    assert config.decode_cache == CacheSize(block_size=64, num_blocks=100)
+    assert config.cache_size(Role.UNIFIED) == config.decode_cache
+    assert read("").local_config().cache_size(Role.PREFILL) == CacheSize()
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("prefill:\n  cache: {block_size: 20}\n", r"^prefill\.cache\.block_size: "),
+        ("decode:\n  cache: {num_blocks: 0}\n", r"^decode\.cache\.num_blocks: "),
+        ("decode:\n  cache: {kv_memory: lots}\n", r"^decode\.cache\.kv_memory: "),
+    ],
+)
+def test_wrong_sizes_of_a_kind_of_node(read: Read, text: str, place: str) -> None:
+    with pytest.raises(ConfigError, match=place):
+        read(text).local_config()

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from cluster import LocalCluster, TransferConfig, TransportChoice
+from cluster import CacheSize, LocalCluster, TransferConfig, TransportChoice
 from protocol import ConfigError, GenerationRequest, SamplingParams
 from tests.hash_compute import hash_compute
 from tests.hash_model import expected_tokens, hash_files, prompt_of
@@ -37,6 +37,25 @@ async def test_between_processes(choice: TransportChoice) -> None:
         _, decode = await at_rest(cluster)
     assert answers == [expected_tokens(prompt, SAMPLING) for prompt in prompts]
     assert decode.num_prompt_tokens_loaded == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("sizes", [(16, 48), (64, 16)], ids=str)
+@pytest.mark.parametrize(
+    "choice", [TransportChoice.SHM, pytest.param(TransportChoice.NIXL, marks=needs_nixl)]
+)
+async def test_pools_of_different_sizes(choice: TransportChoice, sizes: tuple[int, int]) -> None:
+    prompts = [prompt_of(length) for length in LENGTHS]
+    prefill, decode = (CacheSize(block_size=size, num_blocks=2000 // size) for size in sizes)
+    config = dataclasses.replace(
+        process_config(transport=choice), prefill_cache=prefill, decode_cache=decode
+    )
+    async with running(config) as cluster:
+        assert [node.info.block_size for node in cluster.nodes] == list(sizes)
+        assert [node.info.num_blocks for node in cluster.nodes] == [2000 // size for size in sizes]
+        answers = await asyncio.gather(*(generate(cluster, p, SAMPLING) for p in prompts))
+        _, status = await at_rest(cluster)
+    assert answers == [expected_tokens(prompt, SAMPLING) for prompt in prompts]
+    assert status.num_prompt_tokens_loaded == sum(LENGTHS)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from cluster import LocalCluster, LocalConfig, NodeCompute, ProcessCluster
 from cluster.torch_compute import torch_compute
 from engine.kv_cache import KVCache
 from engine.weights import ModelFiles, ModelStore
-from protocol import GenerationRequest, SamplingParams
+from protocol import GenerationRequest, Role, SamplingParams
 from tests.process_cluster import started
 from tests.reference.cases import MODEL, NUM_OUTPUT_TOKENS, ReferenceCase
 
@@ -43,8 +43,8 @@ async def serving_pools(
     pools: list[KVCache] = []
     make = torch_compute(files, config)
 
-    def make_compute() -> NodeCompute:
-        compute = make()
+    def make_compute(role: Role) -> NodeCompute:
+        compute = make(role)
         assert isinstance(compute.owner, tuple)
         pools.append(compute.owner[0])
         return compute

@@ -140,9 +140,14 @@ def test_nodes_that_cannot_talk_to_each_other_make_no_pair(policy: RoutingPolicy
         assert (decision.prefill_node_id, decision.decode_node_id) in {("p0", "d0"), ("p1", "d1")}
     with pytest.raises(NoHealthyNode, match="p0: can hand off to no decode node"):
         policy(request(), make_view(make_node("p0"), make_node("d0", info=shm)))
+    both = make_node("d0", info={"endpoint": "nixl:pool+shm:pool"})
+    assert policy(request(), make_view(*nodes("p1", info=shm), both)).decode_node_id == "d0"
+
+
+@EVERY_POLICY
+def test_blocks_of_a_pair_may_be_of_different_sizes(policy: RoutingPolicy) -> None:
     large = make_node("d0", info={"block_size": 32})
-    with pytest.raises(NoHealthyNode, match="prefill"):
-        policy(request(), make_view(make_node("p0"), large))
+    assert policy(request(), make_view(make_node("p0"), large)).prefill_node_id == "p0"
 
 
 @EVERY_POLICY
