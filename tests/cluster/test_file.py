@@ -259,7 +259,7 @@ def test_a_kind_of_node_may_have_a_cache_of_other_sizes(read: Read) -> None:
     assert config.prefill_cache == CacheSize(block_size=32, kv_memory_bytes=2 << 30)
     assert config.decode_cache == CacheSize(block_size=64, num_blocks=100)
     assert config.cache_size(Role.UNIFIED) == config.decode_cache
-    assert read("").local_config().cache_size(Role.PREFILL) == CacheSize()
+    assert ClusterFile().local_config().cache_size(Role.PREFILL) == CacheSize()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from cluster import LocalConfig, Topology, TransferConfig, TransportChoice
@@ -98,9 +98,16 @@ def all_combinations() -> list[Combination]:
     return [c for c in itertools.starmap(Combination, values) if c.possible]
 
 
-def pairwise_cover() -> list[Combination]:
+def verified_combinations() -> list[Combination]:
+    """Every way to compute the tokens, and of the ways in which KV travels a cover for each two."""
+    travels = {c: c.processes or c.layerwise for c in all_combinations()}
+    at_home = [c for c, does in travels.items() if not does]
+    return at_home + pairwise_cover([c for c, does in travels.items() if does])
+
+
+def pairwise_cover(of: Sequence[Combination] | None = None) -> list[Combination]:
     """Few combinations in which each two values of different factors meet; found greedily."""
-    candidates = all_combinations()
+    candidates = list(of or all_combinations())
     random.Random(_GOOD_ORDER).shuffle(candidates)
     pairs = {candidate: set(pairs_of(candidate)) for candidate in candidates}
     missing = set().union(*pairs.values())

@@ -15,7 +15,7 @@ from cluster import LocalCluster, LocalConfig
 from engine.kv_cache import KVCache
 from engine.weights import ModelFiles
 from protocol import NodeStatus, Role
-from tests.e2e.combinations import MAX_MODEL_LEN, Combination, all_combinations, pairwise_cover
+from tests.e2e.combinations import MAX_MODEL_LEN, Combination, pairwise_cover, verified_combinations
 from tests.e2e.reference_cluster import (
     answer,
     check_all,
@@ -33,7 +33,7 @@ NUM_TOKENS_ALONE = 17
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "combination" in metafunc.fixturenames:
         everything = metafunc.config.getoption("--all-combinations")
-        chosen = all_combinations() if everything else pairwise_cover()
+        chosen = verified_combinations() if everything else pairwise_cover()
         metafunc.parametrize("combination", chosen, ids=str)
 
 
