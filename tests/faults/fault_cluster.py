@@ -183,11 +183,13 @@ class FaultCluster(ABC):
         """Of the processes that are not dead, by what they are."""
 
     def resident_bytes(self) -> dict[str, int]:
+        """Without files and shared memory: blocks of a pool are taken when they are first used."""
         page = os.sysconf("SC_PAGE_SIZE")
-        return {
-            what: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
-            for what, pid in self._pids().items()
-        }
+        sizes = {}
+        for what, pid in self._pids().items():
+            _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+            sizes[what] = (int(resident) - int(shared)) * page
+        return sizes
 
     def _usage(self) -> dict[str, _Usage]:
         return {
