@@ -31,7 +31,7 @@ from benchmarks._transfer_node import TICKET, Node, Target, make_node
 from kv_transfer import Extents, MemoryHub, WriteState
 from kv_transfer.digest import bytes_of
 
-REPEATS = 15
+REPEATS = 61
 MESSAGES = 2000
 TOTAL = 64 << 20
 KIB_32 = 32 * 1024
