@@ -1,13 +1,15 @@
 """The tokens are those of an independent implementation, whichever way they are computed.
 
-`make verify` runs every combination; otherwise each two values of different factors meet, and
-requests that are alone, which take longest, are asked for one block of tokens and one more.
+`make verify` runs every combination; otherwise each two values of different factors meet. Then what
+takes longest is cut short: requests that are alone, and nodes with processes of their own, are asked
+for a block of tokens and one more, and the latter have no more than 600 tokens in a prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -24,10 +26,16 @@ from tests.e2e.reference_cluster import (
     serving_reference,
 )
 from tests.process_cluster import at_rest
-from tests.reference.cases import NUM_OUTPUT_TOKENS, comparable_share, reference_cases
+from tests.reference.cases import (
+    NUM_OUTPUT_TOKENS,
+    ReferenceCase,
+    comparable_share,
+    reference_cases,
+)
 
 CASES = reference_cases()
-NUM_TOKENS_ALONE = 17
+SHORTER_CASES = [case for case in CASES if len(case.prompt_token_ids) <= 600]
+NUM_FEWER_TOKENS = 17
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -55,15 +63,18 @@ def test_the_cases_are_many_and_comparable() -> None:
 async def test_tokens_are_those_of_the_reference(
     files: ModelFiles, combination: Combination, pytestconfig: pytest.Config
 ) -> None:
-    shortened = combination.concurrency == 1 and not pytestconfig.getoption("--all-combinations")
-    num_tokens = NUM_TOKENS_ALONE if shortened else NUM_OUTPUT_TOKENS
+    everything = pytestconfig.getoption("--all-combinations")
+    fewer = (combination.concurrency == 1 or combination.processes) and not everything
+    num_tokens = NUM_FEWER_TOKENS if fewer else NUM_OUTPUT_TOKENS
+    cases = SHORTER_CASES if combination.processes and not everything else CASES
     async with serving_reference(files, combination.config()) as cluster:
-        await check_all(cluster, CASES, combination.concurrency, num_tokens)
+        await check_all(cluster, cases, combination.concurrency, num_tokens)
         statuses = await at_rest(cluster)
         if isinstance(cluster, LocalCluster):
             for node in cluster.nodes:
                 node.host.engine.scheduler.check_integrity()
     check_counters(statuses, combination)
+    check_handoffs(statuses, cases)
 
 
 def check_counters(statuses: list[NodeStatus], combination: Combination) -> None:
@@ -76,10 +87,9 @@ def check_counters(statuses: list[NodeStatus], combination: Combination) -> None
         assert status.transfers.reasons == {}
         assert status.transfers.live == ()
         assert status.admitting
-    check_handoffs(statuses)
 
 
-def check_handoffs(statuses: list[NodeStatus]) -> None:
+def check_handoffs(statuses: list[NodeStatus], cases: Sequence[ReferenceCase]) -> None:
     """Every prompt came to a decode node through one hand-off, and was not computed there."""
     decode = [status for status in statuses if status.role is Role.DECODE]
     if not decode:
@@ -87,9 +97,9 @@ def check_handoffs(statuses: list[NodeStatus]) -> None:
     computed = sum(status.num_prompt_tokens_computed for status in decode)
     assert computed == sum(status.num_prompt_tokens_recomputed for status in decode)
     loaded = sum(s.num_prompt_tokens_loaded + s.num_prefix_hits for s in decode)
-    assert loaded >= sum(len(case.prompt_token_ids) for case in CASES)
+    assert loaded >= sum(len(case.prompt_token_ids) for case in cases)
     for role in (Role.PREFILL, Role.DECODE):
-        assert sum(s.transfers.committed for s in statuses if s.role is role) == len(CASES)
+        assert sum(s.transfers.committed for s in statuses if s.role is role) == len(cases)
 
 
 @pytest.mark.real_model
