@@ -1,7 +1,7 @@
 """The tokens are those of an independent implementation, whichever way they are computed.
 
 `make verify` runs every combination; otherwise each two values of different factors meet. Then what
-takes longest is cut short: requests that are alone, and nodes with processes of their own, are asked
+takes longest is cut short: requests that are alone, and nodes in processes of their own, are asked
 for a block of tokens and one more, and the latter have no more than 600 tokens in a prompt.
 """
 
