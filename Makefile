@@ -51,8 +51,9 @@ lint: setup ## ruff and mypy
 verify: setup ## the reference test: the tokens of every combination against an independent model
 	$(BIN)/pytest tests/e2e/test_reference.py --all-combinations $(ARGS)
 
-faults: setup ## every state of a hand-off × every fault × every transport, then a long soak
-	$(BIN)/pytest tests/faults --all-faults $(ARGS)
+faults: setup ## every state of a hand-off × every fault × every transport, a long soak, and chaos
+	$(BIN)/pytest tests/faults tests/kv_transfer/test_handoff_chaos.py --all-faults \
+	    --hypothesis-profile=patient $(ARGS)
 
 bench: setup ## run every benchmark; each prints its result as JSON
 	set -e; for benchmark in $(BENCHMARKS); do $(BIN)/python $$benchmark --json; done

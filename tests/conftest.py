@@ -3,9 +3,13 @@
 import os
 
 import pytest
+from hypothesis import settings
 
 # As the `kvrelay` command does, and for the same reason; before anything imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# With --hypothesis-profile=patient, those who look for rare orders of events look for longer.
+settings.register_profile("patient", max_examples=1500)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -89,7 +89,8 @@ class PlayedWrite:
             return
         self.begun = True
         ours, theirs, size = self._rows.pop(0)
-        assert self.is_void or source.holds(self.ticket, ours), "P gave away what is read"
+        may_read = self.is_void or source.holds(self.ticket, ours) or source.gives_up(self.ticket)
+        assert may_read, "P gave away what is read"
         assert target.holds(self.ticket, theirs), "D gave away what is written to"
         target.bytes[theirs : theirs + size] = source.bytes[ours : ours + size]
         if not self._rows:
@@ -145,6 +146,7 @@ class PlayedTransport:
         self._network = network
         self._open: dict[HandoffTicket, frozenset[int]] = {}
         self.table_of: Callable[[str], Sequence[int]]
+        self.is_given_up: Callable[[str], bool]
         self.connector: HandoffConnector
 
     def register(self, pool: BlockPoolMemory, on_activity: Callable[[], None]) -> None:
@@ -200,6 +202,13 @@ class PlayedTransport:
     def holds(self, ticket: HandoffTicket, offset: int) -> bool:
         """Whether the block at this place still belongs to this request."""
         return self._block_at(offset) in self.table_of(str(ticket))
+
+    def gives_up(self, ticket: HandoffTicket) -> bool:
+        """Whether a step that is planned, but has not begun, takes the blocks of this request.
+
+        Until it begins nobody writes to them; then the write is void.
+        """
+        return self.is_given_up(str(ticket))
 
     def _block_at(self, offset: int) -> int:
         return offset // self._pool.layout.bytes_per_block
@@ -346,9 +355,15 @@ class PlayedNode:
         pool = BlockPoolMemory(layout, memory.ctypes.data, num_blocks + 1, memory)
         self.connector.register_kv_caches(pool, self.host.wake)
         self.transport.table_of = self._table_of
+        self.transport.is_given_up = self._is_given_up
         self.transport.connector = self.connector
         self.stream = PlayedStream()
         self.host._streams[CALLER] = cast(OutputStream, self.stream)
+
+    def _is_given_up(self, request_id: str) -> bool:
+        """With two steps in flight, the first is computed, and the second has not begun."""
+        steps = self.scheduler._in_flight
+        return len(steps) == 2 and request_id in steps[-1].output.preempted_req_ids
 
     def _table_of(self, request_id: str) -> Sequence[int]:
         request = self.scheduler.requests.get(request_id)

@@ -173,7 +173,7 @@ class HandoffLifeOnABadNetwork(HandoffLife):
 
 
 _SETTINGS = settings(
-    max_examples=60,
+    max_examples=settings().max_examples * 2 // 5,  # 40, or 600 if there is time
     stateful_step_count=80,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
