@@ -17,7 +17,7 @@ from cluster import LocalConfig, TransportChoice
 from kv_transfer import Fault, FaultKind, FaultPlan
 from protocol import SamplingParams
 from router import RouterConfig
-from tests.faults.fault_cluster import FaultCluster, Shape, fault_config, running
+from tests.faults.fault_cluster import NUM_BLOCKS, FaultCluster, Shape, fault_config, running
 from tests.faults.journal import entries
 from tests.hash_model import expected_tokens, prompt_of
 
@@ -58,7 +58,9 @@ def _config(transport: TransportChoice, journal: Path) -> LocalConfig:
     config = fault_config(transport, plan, Shape(2, 2))
     # A client would see an error if all its attempts fell into one cut.
     router = RouterConfig(default_prefill_tokens_per_s=1e5, max_attempts=10)
-    return dataclasses.replace(config, router=router)
+    # Nor is anybody refused, however many faults come together.
+    transfer = dataclasses.replace(config.transfer, max_quarantine=NUM_BLOCKS)
+    return dataclasses.replace(config, router=router, transfer=transfer)
 
 
 class Soak:
