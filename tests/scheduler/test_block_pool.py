@@ -100,6 +100,7 @@ class BlockTables(RuleBasedStateMachine):
         self.oracle = Oracle(config.block_size)
         self.known: dict[bytes, bytes | None] = {}  # to somebody who hears of all changes
         self.seen: list[Request] = []  # those that are gone, too
+        self.num_hit: dict[Request, int] = {}  # tokens that each found in the cache
 
     def _one(self, number: int) -> Request:
         requests = list(self.oracle.tables)
@@ -177,6 +178,7 @@ class BlockTables(RuleBasedStateMachine):
         oracle.unused = others
         oracle.tables[request] = [*prefix, *oracle.take(num_wanted)]
         oracle.cached[request] = len(prefix)
+        self.num_hit[request] = num_local
         request.num_computed_tokens = num_tokens
         if not delay:
             self._note(request, num_tokens)
@@ -222,9 +224,12 @@ class BlockTables(RuleBasedStateMachine):
     @precondition(lambda self: self._any)
     @rule(number=st.integers(0, 20), num_less=st.integers(0, 8))
     def take_back_the_end(self, number: int, num_less: int) -> None:
-        """As after a preemption, of what nobody else has hit yet."""
+        """As after a preemption, of what nobody else has hit yet.
+
+        What the request has hit itself was computed before, and is never taken back.
+        """
         request = self._one(number)
-        num_left = max(0, request.num_computed_tokens - num_less)
+        num_left = max(self.num_hit[request], request.num_computed_tokens - num_less)
         if self.kv.uncomputed_are_shared(request, num_left):
             return
         self.kv.forget_uncomputed(request, num_left)
