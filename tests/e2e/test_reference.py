@@ -1,8 +1,8 @@
 """The tokens are those of an independent implementation, whichever way they are computed.
 
-`make verify` runs every combination; otherwise each two values of different factors meet. Then what
-takes longest is cut short: requests that are alone, and nodes in processes of their own, are asked
-for a block of tokens and one more, and the latter have no more than 600 tokens in a prompt.
+`make verify` runs every combination; otherwise each two values of different factors meet, and
+requests that are alone, which take longest, are asked for one block of tokens and one more; in
+processes of their own also without the two longest prompts.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ async def test_tokens_are_those_of_the_reference(
     files: ModelFiles, combination: Combination, pytestconfig: pytest.Config
 ) -> None:
     everything = pytestconfig.getoption("--all-combinations")
-    fewer = (combination.concurrency == 1 or combination.processes) and not everything
-    num_tokens = NUM_FEWER_TOKENS if fewer else NUM_OUTPUT_TOKENS
-    cases = SHORTER_CASES if combination.processes and not everything else CASES
+    alone = combination.concurrency == 1 and not everything
+    num_tokens = NUM_FEWER_TOKENS if alone else NUM_OUTPUT_TOKENS
+    cases = SHORTER_CASES if alone and combination.processes else CASES
     async with serving_reference(files, combination.config()) as cluster:
         await check_all(cluster, cases, combination.concurrency, num_tokens)
         statuses = await at_rest(cluster)
