@@ -39,13 +39,15 @@ class TransferConfig:
     bind: str = "127.0.0.1"  # the address on which nixl listens
     nixl_device: str | None = None  # as UCX names it; None: the one that has `bind`
     nixl_transports: str = "all"  # as UCX_TLS has them
-    layerwise: bool = False  # send each layer of the last chunk as soon as it is computed
-    checksums: bool = True  # of every block, made by P and compared by D
-    on_transfer_failure: OnTransferFailure = "retry"
+    layerwise: bool = (
+        HandoffConfig.layerwise
+    )  # send each layer of the last chunk as soon as it is computed
+    checksums: bool = HandoffConfig.checksums  # of every block, made by P and compared by D
+    on_transfer_failure: OnTransferFailure = HandoffConfig.on_transfer_failure
     max_quarantine: int | None = None  # blocks of a node; None: a quarter of them
-    reserve_timeout_s: float = 300.0
-    transfer_timeout_s: float = 60.0
-    heartbeat_s: float = 5.0
+    reserve_timeout_s: float = HandoffConfig.reserve_timeout_s
+    transfer_timeout_s: float = HandoffConfig.transfer_timeout_s
+    heartbeat_s: float = HandoffConfig.heartbeat_s
     connectors: tuple[ConnectorSpec, ...] = ()
     faults: FaultPlan | None = None  # to be injected, for tests and experiments
 

@@ -11,11 +11,16 @@ from kv_transfer.events import EventKind, HandoffEvent
 from kv_transfer.handoff_config import HandoffConfig
 from kv_transfer.layout import BlockPoolMemory
 from kv_transfer.states import HandoffState, Reason
-from kv_transfer.transport import PeerLost, PeerUnreachable, Transport
+from kv_transfer.transport import PeerLost, PeerRefused, PeerUnreachable, Transport
 from kv_transfer.wire import Message, encode
 from protocol import HandoffTicket
 
 logger = logging.getLogger(__name__)
+
+
+def reason_of(error: PeerUnreachable) -> Reason:
+    """Why hand-offs with a peer end that is lost in this way."""
+    return Reason.PEER_REFUSED if isinstance(error, PeerRefused) else Reason.PEER_LOST
 
 
 class Desk:

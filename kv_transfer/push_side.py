@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kv_transfer.desk import Desk
+from kv_transfer.desk import Desk, reason_of
 from kv_transfer.events import EventKind
 from kv_transfer.layout import LayoutMismatch
 from kv_transfer.source import HandoffSource
 from kv_transfer.states import HandoffState, Reason
-from kv_transfer.transport import PeerRefused, PeerUnreachable
+from kv_transfer.transport import PeerUnreachable
 from kv_transfer.wire import (
     Arrived,
     Cancel,
@@ -176,10 +176,9 @@ class PushSide:
 
     def lose_peer(self, peer: str, error: PeerUnreachable) -> int:
         """End what is under way with it; how much that was."""
-        reason = Reason.PEER_REFUSED if isinstance(error, PeerRefused) else Reason.PEER_LOST
         mine = [s for s in self.sources.values() if s.peer == peer and not s.state.ended]
         for source in mine:
-            source.end(reason, str(error))
+            source.end(reason_of(error), str(error))
         for ticket in [t for t, u in self._commits.items() if u.peer == peer]:
             del self._commits[ticket]
         return len(mine)

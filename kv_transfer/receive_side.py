@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kv_transfer.desk import Desk
+from kv_transfer.desk import Desk, reason_of
 from kv_transfer.events import EventKind
 from kv_transfer.sink import HandoffSink
 from kv_transfer.states import HandoffState, Reason
-from kv_transfer.transport import PeerRefused, PeerUnreachable
+from kv_transfer.transport import PeerUnreachable
 from kv_transfer.wire import (
     Arrived,
     Cancel,
@@ -134,10 +134,9 @@ class ReceiveSide:
 
     def lose_peer(self, peer: str, error: PeerUnreachable) -> int:
         """End what is under way with it; how much that was."""
-        reason = Reason.PEER_REFUSED if isinstance(error, PeerRefused) else Reason.PEER_LOST
         mine = [s for s in self.sinks.values() if s.peer == peer and not s.state.ended]
         for sink in mine:
-            self._lose(sink, reason, str(error))
+            self._lose(sink, reason_of(error), str(error))
         return len(mine)
 
     def stop(self) -> None:
