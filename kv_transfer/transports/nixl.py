@@ -8,6 +8,9 @@ one peer, and closing its agent is the only way to do so that holds:
     agent of P ═══ blocks on their way ═══►  agent for P ──► pool
                                              agent for Q ──► pool
 
+UCX asks nobody for a token, so the kernel lets nobody but P connect to the agent for P, and to that
+with which a node writes, nobody at all.
+
 Once the agent for P is closed, nothing that is still on its way can reach the pool. What remains
 is a process of the same host that copies by itself (UCX does so where it may): that ends with it.
 """
@@ -46,6 +49,7 @@ from kv_transfer.transports.nixl_frames import (
     Broken,
     Frame,
     Hello,
+    Knock,
     NoOffer,
     Offer,
     Want,
@@ -371,9 +375,13 @@ class NixlTransport:
                 self._path(peer).take_offer(frame)
             case NoOffer():
                 self._path(peer).give_up(frame.problem)
+            case Knock():
+                self._let_in(peer, frame)
             case Writing():
                 if door := self._door(peer, frame.number):
                     door.writing = frame.begun
+                    if not frame.begun:
+                        door.agent.close_behind()
             case Broken():
                 if self._door(peer, frame.number):
                     self._close_door(peer)
@@ -450,8 +458,19 @@ class NixlTransport:
             device=self._pool.device,
             address=self._pool.address,
             num_bytes=self._pool.num_bytes,
+            port=agent.port,
             void=void,
         )
+
+    def _let_in(self, peer: str, knock: Knock) -> None:
+        door = self._door(peer, knock.number)
+        if door is None:
+            return
+        try:
+            door.agent.admit(knock.sources)
+        except OSError as error:
+            logger.warning("%s cannot write to this node from %s: %s", peer, knock.sources, error)
+            self._refuse(peer, NoOffer(str(error)))
 
     def _close_door(self, peer: str) -> None:
         door = self._doors.get(peer)

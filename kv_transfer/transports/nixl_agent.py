@@ -7,6 +7,10 @@ with release 1.5.1 over UCX:
   handle, and also where the target has deregistered the memory: as soon as the target's agent
   makes progress. Only when that agent is closed, nothing lands any more;
 * without `progress` of the target, writes over TCP stay under way for ever;
+* the TCP port of an agent takes connections from anybody, who then can write to the process's
+  memory; also where writers prefer another way, they need this one to get to know each other;
+* a datagram from anybody to one of the sockets of its shared memory ends the process. Nobody needs
+  these sockets where agents make progress by themselves;
 * the calls that copy do so outside the interpreter lock.
 """
 
@@ -21,6 +25,7 @@ import logging
 import socket
 import struct
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,6 +35,15 @@ from numpy.typing import NDArray
 
 from kv_transfer.layout import BlockPoolMemory
 from kv_transfer.transport import PeerRefused
+from kv_transfer.transports.port_lock import (
+    PortLock,
+    PortTaken,
+    Source,
+    deafen,
+    free_port,
+    is_free,
+    own_sockets,
+)
 from protocol import ConfigError, KvrelayError
 
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")  # by what CUDA the wheel was built for
@@ -37,6 +51,7 @@ _SIOCGIFADDR = 0x8915
 _ALL_DEVICES = "all"
 _IDLE_CALL_S = 100e-6  # one that finds nothing takes 2 to 5 microseconds, or 50 after a rest
 _CANNOT_BE_SPLIT = "name one, or `all`"
+_PORTS_TRIED = 5
 
 
 class AgentBroken(KvrelayError):
@@ -48,8 +63,6 @@ class AgentBroken(KvrelayError):
 @dataclass(frozen=True, kw_only=True)
 class NixlConfig:
     """Where UCX may send bytes. Loopback alone, unless told otherwise.
-
-    UCX listens on `device` without any password, so it has to be one of a trusted network.
 
     Raises:
         ConfigError: something cannot be; names the setting.
@@ -168,7 +181,8 @@ class NixlAgent:
     """Knows one pool. Not to be used from two threads at once.
 
     Raises:
-        ConfigError: UCX finds no such device, or the pool's memory cannot be registered.
+        ConfigError: UCX finds no such device, its port cannot be locked, or the pool's memory
+            cannot be registered.
     """
 
     def __init__(self, name: str, pool: BlockPoolMemory, config: NixlConfig) -> None:
@@ -176,23 +190,59 @@ class NixlAgent:
         self._nixl = load_nixl()
         self._pool = pool
         self._memory, self._device_id = _memory_of(pool.device)
-        self._agent = self._open(config)
-        self._registered = self._register()
+        self._agent, self._lock = self._open_locked(config)
+        try:
+            self._registered = self._register()
+        except BaseException:
+            self._lock.close()
+            raise
 
-    def _open(self, config: NixlConfig) -> Any:
+    def _open_locked(self, config: NixlConfig) -> tuple[Any, PortLock]:
+        """Nothing that came before the lock is ever read: an agent reads when it makes progress."""
+        for tries_left in reversed(range(_PORTS_TRIED)):
+            port, before = free_port(), own_sockets()
+            try:
+                agent = self._open(f"{config.engine_config},TCP_PORT_RANGE={port}-{port}")
+                deafen(before)
+                return agent, PortLock(port)
+            except ConfigError:
+                if is_free(port) or not tries_left:
+                    raise
+            except (PortTaken, OSError) as error:
+                if not tries_left:
+                    raise ConfigError(
+                        "transport",
+                        f"strangers cannot be kept away from the sockets of UCX: {error}",
+                    ) from error
+        raise AssertionError
+
+    def _open(self, engine_config: str) -> Any:
         module = self._nixl.module
         # A thread of NIXL's own would burn a core.
         settings = module.nixl_agent_config(enable_prog_thread=False, backends=[])
         try:
             agent = module.nixl_agent(self.name, settings)
-            agent.create_backend("UCX", {"engine_config": config.engine_config})
+            agent.create_backend("UCX", {"engine_config": engine_config})
         except self._nixl.errors as error:
             there = ", ".join(name for _, name in socket.if_nameindex())
             raise ConfigError(
                 "nixl_device",
-                f"UCX cannot use {config.engine_config} here ({error}); devices: {there}",
+                f"UCX cannot use {engine_config} here ({error}); devices: {there}",
             ) from error
         return agent
+
+    @property
+    def port(self) -> int:
+        """Where it waits for peers to connect; 0, if it does so by no TCP port."""
+        return self._lock.port
+
+    def admit(self, sources: Collection[Source]) -> None:
+        """Let a peer connect from there; nobody else can. Raises OSError: it cannot be."""
+        self._lock.admit(sources)
+
+    def close_behind(self) -> None:
+        """Who was admitted has connected, if it ever does."""
+        self._lock.close_behind()
 
     def _register(self) -> Any:
         pool = self._pool
@@ -281,6 +331,7 @@ class NixlAgent:
             self._agent.deregister_memory(self._registered)
         except self._nixl.errors as error:
             logging.getLogger(__name__).debug("agent %s: %s", self.name, error)
+        self._lock.close()
         del self._registered, self._agent  # the last reference: its sockets are closed
 
 

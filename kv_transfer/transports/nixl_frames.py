@@ -6,6 +6,7 @@ A node lets each peer write through an agent of its own, which is made when it i
        ── Want ──────────────────────────►    I have something to write
        ◄────────────────────────── Offer ──   write here, through this agent made for you
     or ◄──────────────────────── NoOffer ──   there is none, and why
+       ── Knock ─────────────────────────►    from there I connect to the agent, nobody else does
        ── Writing(begun) ────────────────►    turn the agent's wheels from now on
        ══ blocks ════════════════════════►
        ── Writing(over) ─────────────────►    leave them alone again
@@ -19,6 +20,7 @@ from typing import Annotated
 
 import msgspec
 
+from kv_transfer.transports.port_lock import MAX_SOURCES
 from kv_transfer.wire import BadMessage
 from protocol import HandoffTicket
 
@@ -26,6 +28,7 @@ _OF_NODE, _OF_TRANSPORT = b"n", b"t"
 _MAX_METADATA_BYTES = 1 << 18
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 
 
@@ -56,6 +59,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     device: Text
     address: Natural  # of the pool
     num_bytes: Natural
+    port: Port  # to which the writer connects; 0, if it needs none
     void: tuple[HandoffTicket, ...] = ()
 
     @property
@@ -68,6 +72,11 @@ class NoOffer(msgspec.Struct, frozen=True, tag="no_offer"):
     problem: Annotated[str, msgspec.Meta(max_length=1024)]
 
 
+class Knock(msgspec.Struct, frozen=True, tag="knock"):
+    number: Natural
+    sources: Annotated[tuple[tuple[Text, Port], ...], msgspec.Meta(max_length=MAX_SOURCES)]
+
+
 class Writing(msgspec.Struct, frozen=True, tag="writing"):
     number: Natural
     begun: bool
@@ -77,7 +86,7 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
     number: Natural
 
 
-Frame = Want | Offer | NoOffer | Writing | Broken
+Frame = Want | Offer | NoOffer | Knock | Writing | Broken
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +20,15 @@ from kv_transfer.transports.nixl_agent import (
     TransferState,
     check_version,
 )
-from kv_transfer.transports.nixl_frames import Broken, Frame, Offer, Want, Writing
+from kv_transfer.transports.nixl_frames import Broken, Frame, Knock, Offer, Want, Writing
+from kv_transfer.transports.port_lock import Source, sources_to
 from protocol import HandoffTicket
 
 logger = logging.getLogger(__name__)
 
 # NIXL may copy it all in one call. In between, the thread hears what other peers have to say.
 _PART_BYTES = 64 << 20
+_LOOK_S = 20e-3  # between two looks for connections of ours, as UCX says nothing of new ones
 
 
 class NixlWrite:
@@ -44,6 +47,9 @@ class _Remote:
 
     number: int
     pool: RemotePool
+    port: int  # to which UCX connects, where the peer lets in whom we name; 0: not at all
+    sources: frozenset[Source] = frozenset()  # that the peer knows
+    look_at: float = 0.0  # when to look for others
     running: int = 0  # writes
     announced: bool = False  # the peer knows that we write
     needs_help: bool = True  # of the peer's progress: NIXL does not copy by itself
@@ -129,7 +135,25 @@ class NixlPath:
             raise PeerRefused(f"{self.peer} sent damaged metadata of its agent")
         pool = RemotePool.on(offer.device, offer.agent, offer.address, offer.num_bytes)
         self._agent.add(offer.agent, offer.metadata)
-        return _Remote(offer.number, pool)
+        remote = _Remote(offer.number, pool, offer.port)
+        self._knock(remote)
+        return remote
+
+    def _knock(self, remote: _Remote) -> None:
+        """Tell the peer from where UCX has connected to it. Often it is too early to see that."""
+        now = time.monotonic()
+        if not remote.port or now < remote.look_at:
+            return
+        remote.look_at = now + _LOOK_S
+        sources = sources_to(remote.port)
+        if sources <= remote.sources:
+            return
+        try:
+            self._send(Knock(remote.number, tuple(sources)))
+        except PeerUnreachable as error:
+            logger.debug("%s", error)
+        else:
+            remote.sources = sources
 
     def give_up(self, problem: str) -> None:
         """What has not begun, has failed."""
@@ -197,6 +221,8 @@ class NixlPath:
             return self._break(running, transfer)
         if transfer.state is TransferState.RUNNING:
             self._announce(running.remote, begun=True)
+            if not moved:
+                self._knock(running.remote)
             return moved
         running.transfer = None
         if not running.parts:

@@ -39,12 +39,21 @@ class Target:
         self.bytes = self.pool.bytes
         self.agent = NixlAgent("target", self.pool, NixlConfig(transports=transports))
         arguments = [transports, str(NUM_BLOCKS), "target", str(self.pool.address)]
-        arguments.append(self.agent.metadata().hex())
+        arguments += [str(self.agent.port), self.agent.metadata().hex()]
         self.writer = subprocess.Popen(
             [sys.executable, "-m", "tests.kv_transfer.nixl_writer", *arguments],
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    def admit(self, *, stranger: bool = False) -> None:
+        """The writer says from where it connects. Nobody lets in a stranger."""
+        assert self.writer.stdout is not None
+        for source in self.writer.stdout.readline().split():
+            host, _, port = source.rpartition(":")
+            assert int(port)
+            if not stranger:
+                self.agent.admit([(host, int(port))])
 
     def let_in_until(self, num_bytes: int) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -82,8 +91,8 @@ class Target:
 def target() -> Iterator[Target]:
     """Over TCP alone, in the middle of a write."""
     target = Target("tcp")
-    assert target.writer.stdout is not None
     with target.writer:
+        target.admit()
         target.let_in_until(1)
         yield target
         target.writer.kill()
@@ -129,9 +138,22 @@ def test_nothing_lands_while_nobody_makes_progress(target: Target) -> None:
     target.agent.close()
 
 
+def test_a_writer_that_was_not_admitted_reaches_nothing() -> None:
+    """It has all that NIXL asks for."""
+    target = Target("tcp")
+    with target.writer:
+        target.admit(stranger=True)
+        target.let_in_all()
+        assert target.writer.poll() is None
+        assert not target.bytes.any()
+        target.writer.kill()
+    target.agent.close()
+
+
 def test_memory_of_one_host_is_copied_by_the_writer_itself() -> None:
     target = Target("all")
     with target.writer:
+        target.admit()
         target.let_in_until(1)
         target.let_in_all()
         assert target.say() == ["started", "DONE"]

@@ -63,6 +63,7 @@ def offer(agents: tuple[NixlAgent, NixlAgent]) -> Offer:
         device="cpu",
         address=0,
         num_bytes=33 * LAYOUT.bytes_per_block,
+        port=agents[1].port,
     )
 
 
