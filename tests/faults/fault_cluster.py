@@ -43,8 +43,9 @@ NUM_BLOCKS = 64
 HEARTBEAT_S, TRANSFER_TIMEOUT_S, RESERVE_TIMEOUT_S = 0.1, 0.8, 1.2
 _LOOK_AGAIN_S = 0.005  # nothing tells when a status changes
 
-# Of a node, for each peer it met: sockets both ways, its pidfd, and what the transport maps.
-_DESCRIPTORS_PER_PEER = 6
+# Of a node, for each peer it met: sockets both ways, its pidfd, and what the transport maps, or the
+# agent of nixl that is made for it.
+_DESCRIPTORS_PER_PEER = 8
 _DESCRIPTORS_PER_NODE = 8  # that come with the first transfer
 _THREADS_PER_NODE = 4  # that come with it too: to copy, to make checksums, to be late
 _THREADS_OF_LOOP = 6  # in which tests do what takes a while
