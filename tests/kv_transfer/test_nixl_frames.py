@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -13,6 +14,7 @@ from kv_transfer.transports.nixl_frames import (
     Broken,
     Frame,
     Hello,
+    Knock,
     NoOffer,
     Offer,
     Want,
@@ -25,8 +27,9 @@ from kv_transfer.transports.nixl_frames import (
     parse,
 )
 from kv_transfer.transports.nixl_path import NixlPath, NixlWrite
+from kv_transfer.transports.port_lock import sources_to
 from protocol import HandoffTicket
-from tests.kv_transfer.pools import LAYOUT, make_pool
+from tests.kv_transfer.pools import LAYOUT, TIMEOUT_S, make_pool
 
 TICKET = HandoffTicket("request", 0)
 CONFIG = NixlConfig(transports="tcp")
@@ -125,8 +128,31 @@ def test_who_gets_no_offer_does_not_wait(path: NixlPath) -> None:
     assert write.state is WriteState.FAILED
 
 
+def test_the_peer_is_told_from_where_we_connect(
+    path: NixlPath, sent: list[Frame], offer: Offer
+) -> None:
+    before = sources_to(offer.port)
+    submitted(path)
+    path.take_offer(offer)
+    give_up = time.monotonic() + TIMEOUT_S
+    while not (knocks := [frame for frame in sent if isinstance(frame, Knock)]):
+        assert time.monotonic() < give_up
+        path.turn()  # looks again, as long as the write is not done
+    (knock,) = knocks
+    assert knock.number == offer.number
+    assert set(knock.sources) == sources_to(offer.port) > before
+
+
 @pytest.mark.parametrize(
-    "frame", [Want(3), NoOffer("no room"), Writing(1, True), Writing(2, False), Broken(7)]
+    "frame",
+    [
+        Want(3),
+        NoOffer("no room"),
+        Knock(1, (("127.0.0.1", 65535), ("::1", 0))),
+        Writing(1, True),
+        Writing(2, False),
+        Broken(7),
+    ],
 )
 def test_frames_come_back_as_they_were(frame: Frame) -> None:
     assert parse(of_transport(frame)) == frame
