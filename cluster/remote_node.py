@@ -160,9 +160,18 @@ class RemoteNode:
             await self._reading  # to the end of what it said
         await self._to_close.aclose()
 
+    def kill(self) -> None:
+        """Who waits for its end need not wait any longer. Requests under way are lost."""
+        if self._process is not None:
+            self._process.kill()
+
     async def _wait_longer(self, process: ChildProcess) -> None:
         left = STOP_TIMEOUT_S - _PATIENCE_S
-        logger.warning("%s has not stopped yet; it is killed in %.0f s", self.node_id, left)
+        logger.warning(
+            "%s has not stopped yet; it is killed in %.0f s, or if told to stop once more",
+            self.node_id,
+            left,
+        )
         try:
             async with asyncio.timeout(left):
                 await process.wait()

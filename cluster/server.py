@@ -92,11 +92,19 @@ async def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM. Requests under way then end with an error that says so.
 
+    At the second signal, node processes that have not stopped by then are killed.
+
     Raises:
         ConfigError, ModelError, NodeLost: a node in a process of its own cannot start.
     """
     stopping = asyncio.Event()
-    with _signals_call(stopping.set):
+
+    def stop() -> None:
+        if stopping.is_set() and isinstance(cluster, ProcessCluster):
+            cluster.hurry()
+        stopping.set()
+
+    with _signals_call(stop):
         if not await _start(cluster, stopping):
             return
         try:

@@ -9,14 +9,16 @@ from protocol import ConfigError
 
 OnTransferFailure = Literal["retry", "recompute", "fail"]
 
+_SHORTEST_HEARTBEAT_S = 0.01  # below that, nodes would do little else
+
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffConfig:
     """How long a hand-off may stay in a state, in seconds, and how its bytes travel.
 
     Raises:
-        ConfigError: a time is not above 0, a sign of life would come too late, or
-            `on_transfer_failure` is none of its values.
+        ConfigError: a time is not above 0, signs of life would come too late or far too often,
+            or `on_transfer_failure` is none of its values.
     """
 
     reserve_timeout_s: float = 300.0  # P: until D has blocks; D: until P starts
@@ -39,6 +41,10 @@ class HandoffConfig:
         for name in ("reserve_timeout_s", "transfer_timeout_s", "heartbeat_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, f"must be above 0, not {getattr(self, name)}")
+        if self.heartbeat_s < _SHORTEST_HEARTBEAT_S:
+            raise ConfigError(
+                "heartbeat_s", f"must be at least {_SHORTEST_HEARTBEAT_S}, not {self.heartbeat_s}"
+            )
         shortest = min(self.reserve_timeout_s, self.transfer_timeout_s)
         if self.heartbeat_s >= shortest:
             raise ConfigError(

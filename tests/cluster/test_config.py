@@ -100,6 +100,14 @@ def test_the_settings_of_the_hand_off() -> None:
     assert TransferConfig(**changed).handoff() == HandoffConfig(**changed)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("heartbeat_s", "problem"), [(0.0, "above 0"), (1e-9, "at least 0.01"), (60.0, "below")]
+)
+def test_signs_of_life_that_come_too_often_or_too_late(heartbeat_s: float, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"heartbeat_s: must be {problem}"):
+        TransferConfig(heartbeat_s=heartbeat_s)
+
+
 DRAFTS = SchedulerKnobs(spec_method="ngram", num_speculative_tokens=2, async_scheduling=False)
 
 

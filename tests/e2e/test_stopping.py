@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.serve_process import ServeProcess, until
@@ -62,6 +63,20 @@ def test_while_nothing_runs(start: Start, tiny_model: Path, numbers: Numbers) ->
         _check_it_stops(server, numbers)
     assert server.output.endswith("stopped\n")
     assert server.errors == ""
+
+
+def test_nodes_that_hang_are_killed_at_the_second_ctrl_c(start: Start, tiny_model: Path) -> None:
+    server = start(tiny_model, "--processes")
+    server.wait_until_ready()
+    nodes = psutil.Process(server.pid).children()
+    assert len(nodes) == 2
+    for node in nodes:
+        node.suspend()
+    server.send(signal.SIGINT)
+    time.sleep(5 * _BETWEEN_S)
+    assert server.is_running
+    _check_it_stops(server, (signal.SIGINT,))
+    assert server.output.endswith("stopped\n")
 
 
 @stops
