@@ -13,9 +13,7 @@ import struct
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
-from kv_transfer import BadMessage
+from kv_transfer import Envelopes
 
 VERSION = 1
 MAX_FRAME_BYTES = 64 << 20  # the snapshot of a pool of a million blocks fits
@@ -25,15 +23,6 @@ MessageT = TypeVar("MessageT")
 _LENGTH = struct.Struct("<I")
 
 
-class Envelope(msgspec.Struct, Generic[MessageT], frozen=True, array_like=True):
-    version: int
-    message: MessageT
-
-
-class _Version(msgspec.Struct, frozen=True, array_like=True):
-    version: int
-
-
 class Channel(Generic[MessageT]):
     """One end, in an event loop. `MessageT` is what comes in; anything may go out."""
 
@@ -41,30 +30,28 @@ class Channel(Generic[MessageT]):
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        decoder: msgspec.msgpack.Decoder[Envelope[MessageT]],
+        envelopes: Envelopes[MessageT],
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._decoder = decoder
+        self._envelopes = envelopes
         self._sending = asyncio.Lock()
 
     @classmethod
-    async def open(
-        cls, end: socket.socket, decoder: msgspec.msgpack.Decoder[Envelope[MessageT]]
-    ) -> Channel[MessageT]:
+    async def open(cls, end: socket.socket, envelopes: Envelopes[MessageT]) -> Channel[MessageT]:
         """Takes the socket over."""
-        return cls(*await asyncio.open_unix_connection(sock=end), decoder)
+        return cls(*await asyncio.open_unix_connection(sock=end), envelopes)
 
     def post(self, message: object) -> None:
         """Send without waiting. For what is small, and comes seldom; it stays in order."""
-        self._writer.write(_encode(message))
+        self._writer.write(self._frame(message))
 
     async def send(self, message: object) -> None:
         """Returns when little of what was sent before waits to be read.
 
         Raises OSError: the other end is closed.
         """
-        frame = _encode(message)
+        frame = self._frame(message)
         async with self._sending:  # so at most one frame is in memory for a reader that is slow
             self._writer.write(frame)
             await self._writer.drain()
@@ -76,12 +63,11 @@ class Channel(Generic[MessageT]):
         """
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            if length > MAX_FRAME_BYTES:
-                raise BadMessage(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are read")
+            self._envelopes.check_length(length)
             frame = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
-        return self._decode(frame)
+        return self._envelopes.decode(frame)
 
     async def close(self) -> None:
         """What was sent may still be read."""
@@ -89,28 +75,21 @@ class Channel(Generic[MessageT]):
         with contextlib.suppress(ConnectionError):  # the other end was faster
             await self._writer.wait_closed()
 
-    def _decode(self, frame: bytes) -> MessageT:
-        try:
-            version = _version_decoder.decode(frame).version
-            if version != VERSION:
-                raise BadMessage(f"a frame of version {version}; this process reads {VERSION}")
-            return self._decoder.decode(frame).message
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise BadMessage(f"not a message: {error}") from error
+    def _frame(self, message: object) -> bytes:
+        """Raises BadMessage: the other end would not read it."""
+        data = self._envelopes.encode(message)
+        return _LENGTH.pack(len(data)) + data
 
 
-def decoder_of(union: Any) -> msgspec.msgpack.Decoder[Any]:
+def envelopes_of(union: Any) -> Envelopes[Any]:
     """Of frames that hold one of these structs, in which paths and dataclasses may be."""
-    envelope: Any = Envelope[union]
-    return msgspec.msgpack.Decoder(envelope, dec_hook=_decode_path)
-
-
-def _encode(message: object) -> bytes:
-    """Raises BadMessage: the other end would not read it."""
-    data = _encoder.encode(Envelope(VERSION, message))
-    if len(data) > MAX_FRAME_BYTES:
-        raise BadMessage(f"a frame of {len(data)} bytes; at most {MAX_FRAME_BYTES} may be sent")
-    return _LENGTH.pack(len(data)) + data
+    return Envelopes(
+        union,
+        version=VERSION,
+        max_bytes=MAX_FRAME_BYTES,
+        enc_hook=_encode_path,
+        dec_hook=_decode_path,
+    )
 
 
 def _encode_path(value: object) -> str:
@@ -121,7 +100,3 @@ def _encode_path(value: object) -> str:
 def _decode_path(kind: type, value: Any) -> Path:
     assert issubclass(kind, Path), kind
     return Path(value)
-
-
-_version_decoder = msgspec.msgpack.Decoder(_Version)
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_path)

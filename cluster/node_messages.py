@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.channel import decoder_of
+from cluster.channel import envelopes_of
 from cluster.config import LocalConfig
 from cluster.wire_error import WireError
 from engine.weights import ModelFiles
@@ -178,5 +178,5 @@ class News(msgspec.Struct, frozen=True, tag="news"):
 
 FromNode = Built | SetupFailed | Answered | Refused | Outputs | StreamEnded | News
 
-to_node_decoder = decoder_of(ToNode)
-from_node_decoder = decoder_of(FromNode)
+envelopes_to_node = envelopes_of(ToNode)
+envelopes_from_node = envelopes_of(FromNode)

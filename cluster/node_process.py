@@ -51,7 +51,7 @@ from cluster.node_messages import (
     Stop,
     StreamEnded,
     ToNode,
-    to_node_decoder,
+    envelopes_to_node,
 )
 from cluster.transports import make_transport
 from cluster.wire_error import WireError
@@ -98,7 +98,7 @@ def _end_with(fd: int) -> None:
 
 
 async def _run(end: socket.socket) -> None:
-    channel: Channel[ToNode] = await Channel.open(end, to_node_decoder)
+    channel: Channel[ToNode] = await Channel.open(end, envelopes_to_node)
     setup = await channel.receive()
     assert isinstance(setup, Setup), setup
     _set_up_logging(setup)

@@ -41,7 +41,7 @@ from cluster.node_messages import (
     StartNode,
     Stop,
     StreamEnded,
-    from_node_decoder,
+    envelopes_from_node,
 )
 from engine import Listener
 from engine.outputs import OutputStream
@@ -121,7 +121,7 @@ class RemoteNode:
         self._reading = asyncio.create_task(self._read_all())
 
     async def _build(self, process: ChildProcess) -> NodeInfo:
-        self._channel = await Channel.open(process.end, from_node_decoder)
+        self._channel = await Channel.open(process.end, envelopes_from_node)
         self._to_close.push_async_callback(self._channel.close)
         with contextlib.suppress(ConnectionError):  # then it has ended, which `receive` tells
             await self._channel.send(self._setup)

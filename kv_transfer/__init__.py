@@ -3,6 +3,7 @@
 from kv_transfer.connector import BaseConnector, KVConnector
 from kv_transfer.custom import ConnectorContext, load_connector
 from kv_transfer.digest import Digester, ThreadDigester
+from kv_transfer.envelope import BadMessage, Envelopes
 from kv_transfer.events import EventKind, HandoffEvent
 from kv_transfer.extents import Extents
 from kv_transfer.handoff import HandoffConnector
@@ -23,7 +24,6 @@ from kv_transfer.transports.auto import AutoTransport
 from kv_transfer.transports.fault_plan import Fault, FaultKind, FaultPlan
 from kv_transfer.transports.faulty import FaultyTransport
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
-from kv_transfer.wire import BadMessage
 
 __all__ = [
     "AutoTransport",
@@ -33,6 +33,7 @@ __all__ = [
     "BlockPoolMemory",
     "ConnectorContext",
     "Digester",
+    "Envelopes",
     "EventKind",
     "Extents",
     "Fault",

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from kv_transfer.connector import BaseConnector
 from kv_transfer.desk import Desk
 from kv_transfer.digest import Digester, ThreadDigester
+from kv_transfer.envelope import BadMessage
 from kv_transfer.events import HandoffEvent
 from kv_transfer.handoff_config import HandoffConfig, OnTransferFailure
 from kv_transfer.layout import BlockPoolMemory
@@ -30,7 +31,7 @@ from kv_transfer.sink import HandoffSink
 from kv_transfer.source import HandoffSource
 from kv_transfer.states import HandoffState, Reason
 from kv_transfer.transport import PeerLost, Received, Transport
-from kv_transfer.wire import BadMessage, FromDecode, decode
+from kv_transfer.wire import FromDecode, decode
 from protocol import (
     FinishReason,
     HandoffTicket,

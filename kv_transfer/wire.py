@@ -25,17 +25,12 @@ from typing import Annotated
 
 import msgspec
 
+from kv_transfer.envelope import Envelopes
 from kv_transfer.states import Reason
-from protocol import HandoffTicket, KvrelayError
+from protocol import HandoffTicket
 
 VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20  # a commit of 32k blocks with checksums fits
-
-
-class BadMessage(KvrelayError):
-    """A message is too long, of another version, or not a message at all."""
-
-    label = "bad_message"
 
 
 class PrefillStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -100,36 +95,14 @@ FromDecode = Destination | Arrived | Cancel | Revoke
 Message = FromPrefill | FromDecode
 
 
-class _Envelope(msgspec.Struct, frozen=True, array_like=True):
-    version: int
-    message: Message
-
-
-class _Version(msgspec.Struct, frozen=True, array_like=True):
-    version: int
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Envelope)
-_version_decoder = msgspec.msgpack.Decoder(_Version)
+_envelopes: Envelopes[Message] = Envelopes(Message, version=VERSION, max_bytes=MAX_MESSAGE_BYTES)
 
 
 def encode(message: Message) -> bytes:
     """Raises BadMessage if it would be longer than a peer accepts."""
-    data = _encoder.encode(_Envelope(VERSION, message))
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise BadMessage(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} may be sent")
-    return data
+    return _envelopes.encode(message)
 
 
 def decode(data: bytes) -> Message:
     """Raises BadMessage; anything may come in."""
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise BadMessage(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are read")
-    try:
-        version = _version_decoder.decode(data).version
-        if version != VERSION:
-            raise BadMessage(f"the peer speaks version {version}, this node version {VERSION}")
-        return _decoder.decode(data).message
-    except (msgspec.MsgspecError, RecursionError) as error:  # nested deeper than any stack
-        raise BadMessage(f"not a message: {error}") from error
+    return _envelopes.decode(data)

@@ -22,6 +22,7 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
+from kv_transfer.envelope import BadMessage, Envelopes, OtherVersion
 from kv_transfer.peering.cluster_token import PROOF_BYTES, ClusterToken
 from kv_transfer.peering.frames import frame
 from kv_transfer.peering.passport import Passport, Text
@@ -66,18 +67,10 @@ _Message = Hello | Challenge | Introduction | Welcome | Refusal
 _M = TypeVar("_M", Hello, Challenge, Introduction, Welcome)
 
 
-class _Envelope(msgspec.Struct, frozen=True, array_like=True):
-    version: int
-    message: _Message
-
-
-class _Version(msgspec.Struct, frozen=True, array_like=True):
-    version: int
-
-
+_envelopes: Envelopes[_Message] = Envelopes(
+    _Message, version=VERSION, max_bytes=MAX_HANDSHAKE_BYTES
+)
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Envelope)
-_version_decoder = msgspec.msgpack.Decoder(_Version)
 _passport_decoder = msgspec.msgpack.Decoder(Passport)
 
 
@@ -160,17 +153,16 @@ def refusal(error: PeerUnreachable) -> bytes:
 
 
 def encode(message: _Message) -> bytes:
-    return _encoder.encode(_Envelope(VERSION, message))
+    return _envelopes.encode(message)
 
 
 def _expect(kind: type[_M], data: bytes) -> _M:
     """Raises PeerRefused: another version, no message at all, or the peer refuses."""
     try:
-        version = _version_decoder.decode(data).version
-        if version != VERSION:
-            raise PeerRefused(f"the peer speaks version {version}, this node version {VERSION}")
-        message = _decoder.decode(data).message
-    except (msgspec.MsgspecError, RecursionError) as error:
+        message = _envelopes.decode(data)
+    except OtherVersion as error:
+        raise PeerRefused(str(error)) from error
+    except BadMessage as error:
         raise PeerRefused("the peer speaks something else") from error
     if isinstance(message, Refusal):
         raise (PeerUnreachable if message.gone else PeerRefused)(f"refused: {message.reason}")

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kv_transfer.envelope import BadMessage
 from kv_transfer.extents import Extents
 from kv_transfer.layout import BlockPoolMemory, PeerPool
 from kv_transfer.transport import (
@@ -29,7 +30,7 @@ from kv_transfer.transport import (
 from kv_transfer.transports.alarm import Alarm, Hold
 from kv_transfer.transports.fault_dice import FaultDice
 from kv_transfer.transports.fault_plan import OPEN, WRITE, Fault, FaultKind, FaultPlan
-from kv_transfer.wire import BadMessage, decode
+from kv_transfer.wire import decode
 from protocol import HandoffTicket
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kv_transfer.envelope import BadMessage
 from kv_transfer.extents import Extents
 from kv_transfer.layout import BlockPoolMemory, PeerPool
 from kv_transfer.peering import (
@@ -62,7 +63,6 @@ from kv_transfer.transports.nixl_frames import (
     parse,
 )
 from kv_transfer.transports.nixl_path import NixlPath, NixlWrite
-from kv_transfer.wire import BadMessage
 from protocol import ConfigError, HandoffTicket
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from typing import Annotated
 
 import msgspec
 
+from kv_transfer.envelope import BadMessage
 from kv_transfer.transports.port_lock import MAX_SOURCES
-from kv_transfer.wire import BadMessage
 from protocol import HandoffTicket
 
 _OF_NODE, _OF_TRANSPORT = b"n", b"t"

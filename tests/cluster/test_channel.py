@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from cluster.channel import MAX_FRAME_BYTES, VERSION, Channel, decoder_of
+from cluster.channel import MAX_FRAME_BYTES, VERSION, Channel, envelopes_of
 from kv_transfer import BadMessage
 
 
@@ -27,7 +27,7 @@ class Number(msgspec.Struct, frozen=True, tag="number"):
 async def receiving() -> AsyncIterator[tuple[Channel[Text | Number], socket.socket]]:
     """A channel, and the other end of its socket."""
     ours, theirs = socket.socketpair()
-    channel: Channel[Text | Number] = await Channel.open(ours, decoder_of(Text | Number))
+    channel: Channel[Text | Number] = await Channel.open(ours, envelopes_of(Text | Number))
     with theirs:
         try:
             yield channel, theirs
@@ -38,8 +38,8 @@ async def receiving() -> AsyncIterator[tuple[Channel[Text | Number], socket.sock
 async def test_messages_of_all_sizes_arrive_in_order() -> None:
     sent = [Text("x" * size) for size in (0, 1, 65_000, 70_000, 5_000_000)] + [Number(3)]
     ours, theirs = socket.socketpair()
-    here: Channel[Text | Number] = await Channel.open(ours, decoder_of(Text | Number))
-    there: Channel[Text | Number] = await Channel.open(theirs, decoder_of(Text | Number))
+    here: Channel[Text | Number] = await Channel.open(ours, envelopes_of(Text | Number))
+    there: Channel[Text | Number] = await Channel.open(theirs, envelopes_of(Text | Number))
 
     async def send() -> None:
         here.post(Number(1))

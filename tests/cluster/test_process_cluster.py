@@ -167,7 +167,7 @@ class TestAProcessThatIsKilled:
                 with pytest.raises(NodeLost):
                     await ask_again_and_again(node)
                 assert await last_of(node.outputs("test")) is None
-        assert "node unified-0 is killed: a frame of 4294967295 bytes" in caplog.text
+        assert "node unified-0 is killed: a message of 4294967295 bytes" in caplog.text
 
 
 class TestAtTheStart:
