@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from cluster import LocalCluster, LocalConfig, NodeCompute, ProcessCluster
@@ -71,12 +71,16 @@ async def answer(
 
 
 async def check_all(
-    cluster: Cluster, cases: Sequence[ReferenceCase], concurrency: int, num_tokens: int
+    cluster: Cluster,
+    cases: Sequence[ReferenceCase],
+    concurrency: int,
+    num_tokens_of: Callable[[ReferenceCase], int],
 ) -> None:
-    """Ask for so many tokens of all cases, so many at once. They are the recorded ones."""
+    """Ask for so many tokens of each case, so many cases at once. They are the recorded ones."""
     seats = asyncio.Semaphore(concurrency)
 
     async def check(case: ReferenceCase) -> None:
+        num_tokens = num_tokens_of(case)
         async with seats:
             tokens = await answer(cluster, case, num_tokens)
         assert len(tokens) == num_tokens

@@ -1,8 +1,8 @@
 """The tokens are those of an independent implementation, whichever way they are computed.
 
 `make verify` runs every combination; otherwise each two values of different factors meet, and
-requests that are alone, which take longest, are asked for one block of tokens and one more; in
-processes of their own also without the two longest prompts.
+requests that are alone, which take longest, are asked for as many tokens as it takes to get well
+into the next block, and without the two longest prompts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tests.reference.cases import (
     comparable_share,
     reference_cases,
 )
+from tests.reference.prompts import BLOCK_SIZE
 
 CASES = reference_cases()
 SHORTER_CASES = [case for case in CASES if len(case.prompt_token_ids) <= 600]
-NUM_FEWER_TOKENS = 17
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -43,6 +43,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         everything = metafunc.config.getoption("--all-combinations")
         chosen = verified_combinations() if everything else pairwise_cover()
         metafunc.parametrize("combination", chosen, ids=str)
+
+
+def whole(case: ReferenceCase) -> int:
+    return NUM_OUTPUT_TOKENS
+
+
+def num_into_the_next_block(case: ReferenceCase) -> int:
+    """The KV of two of them is put into the block after those that the prompt needs."""
+    return -len(case.prompt_token_ids) % BLOCK_SIZE + 3
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +73,9 @@ async def test_tokens_are_those_of_the_reference(
     files: ModelFiles, combination: Combination, pytestconfig: pytest.Config
 ) -> None:
     everything = pytestconfig.getoption("--all-combinations")
-    alone = combination.concurrency == 1 and not everything
-    num_tokens = NUM_FEWER_TOKENS if alone else NUM_OUTPUT_TOKENS
-    cases = SHORTER_CASES if alone and combination.processes else CASES
+    short = combination.concurrency == 1 and not everything
+    cases = SHORTER_CASES if short else CASES
+    num_tokens = num_into_the_next_block if short else whole
     async with serving_reference(files, combination.config()) as cluster:
         await check_all(cluster, cases, combination.concurrency, num_tokens)
         statuses = await at_rest(cluster)
