@@ -83,6 +83,7 @@ class RemoteNode:
         self._reading: asyncio.Task[None] | None = None
         self._lost = False
         self._stopping = False
+        self._given_up = False  # its end is not waited for
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Answered]] = {}
         self._streams: dict[int, OutputStream] = {}
@@ -162,6 +163,7 @@ class RemoteNode:
 
     def kill(self) -> None:
         """Who waits for its end need not wait any longer. Requests under way are lost."""
+        self._given_up = True
         if self._process is not None:
             self._process.kill()
 
@@ -306,7 +308,7 @@ class RemoteNode:
             stream.close()
         self._streams.clear()
         exit_status = await process.wait()
-        if self._stopping and exit_status == 0:
+        if self._stopping and (exit_status == 0 or self._given_up):
             return
         logger.error("node %s %s", self.node_id, describe_exit(exit_status))
         if self._status is not None:

@@ -471,6 +471,7 @@ class NixlTransport:
         except OSError as error:
             logger.warning("%s cannot write to this node from %s: %s", peer, knock.sources, error)
             self._refuse(peer, NoOffer(str(error)))
+            self._close_door(peer)  # which ends what it has begun
 
     def _close_door(self, peer: str) -> None:
         door = self._doors.get(peer)

@@ -17,6 +17,7 @@ import pytest
 from kv_transfer import BlockPoolMemory, PeerRefused
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.nixl_agent import NixlConfig
+from kv_transfer.transports.nixl_frames import Knock
 from protocol import ConfigError, HandoffTicket
 from tests.kv_transfer.conformance_end import EndSpec, LocalEnd, MakeParts, Rows
 from tests.kv_transfer.nixl_end import TOKEN, make_tcp_parts
@@ -249,6 +250,14 @@ def test_what_lies_outside_of_a_pool_is_not_copied(
 ) -> None:
     assert there.ended(there.write(here.endpoint(), TICKET, blocks(pair))) == "FAILED"
     assert there.ended(there.write(here.endpoint(), TICKET, blocks((1, 1)))) == "DONE"
+
+
+def test_who_cannot_be_let_in_is_shut_out_until_it_asks_again(here: Here, there: RemoteEnd) -> None:
+    endpoint = there.endpoint()
+    here.transport._send(endpoint, Knock(1, (("nowhere", 1),)))
+    states = [here.ended(here.write(endpoint, TICKET, ALL)) for _ in range(3)]
+    assert states[0] == "FAILED"  # perhaps twice: it hears in pieces that its agent is gone
+    assert states[2] == "DONE"
 
 
 def test_a_process_may_end_without_closing() -> None:
