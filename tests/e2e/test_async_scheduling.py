@@ -1,7 +1,8 @@
 """Asynchronous and synchronous scheduling give the same tokens, whatever happens on the way.
 
 The pool is so small that requests preempt each other, answers end at stop strings, and other
-clients leave in the middle of theirs.
+clients leave in the middle of theirs. The last two requests fit into the pool together, but not
+with their answers: at the latest then somebody is preempted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ MAX_MODEL_LEN = 640
 CASES = [c for c in reference_cases() if len(c.prompt_token_ids) + 48 <= MAX_MODEL_LEN]
 POOL = "31MiB"  # 43 blocks, where the longest request needs 40
 NUM_LEAVING = 12
+LAST_PROMPTS = [[first, *CASES[-1].prompt_token_ids[:309]] for first in (7, 8)]  # 20 blocks each
+NUM_LAST_TOKENS = 64  # four more of each
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,8 @@ async def test_tokens_are_the_same(
                 group.create_task(_check(client, case, tokenizer))
                 if number % 2 == 0 and number // 2 < NUM_LEAVING:
                     group.create_task(_leave(client, case, after=1 + number % 7))
+        async with server.async_client() as client:
+            await asyncio.gather(*(_check_length(client, prompt) for prompt in LAST_PROMPTS))
         server.wait_until_at_rest()
         assert _num_preemptions(server) > 0
 
@@ -64,6 +69,12 @@ async def _check(client: httpx.AsyncClient, case: ReferenceCase, tokenizer: Toke
     choice = answer.raise_for_status().json()["choices"][0]
     assert choice["text"] == text[: text.index(stop)], case.name
     assert choice["finish_reason"] == "stop"
+
+
+async def _check_length(client: httpx.AsyncClient, prompt: list[int]) -> None:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_LAST_TOKENS, "ignore_eos": True}
+    answer = (await client.post("/v1/completions", json=body, timeout=300)).raise_for_status()
+    assert answer.json()["usage"]["completion_tokens"] == NUM_LAST_TOKENS
 
 
 async def _leave(client: httpx.AsyncClient, case: ReferenceCase, after: int) -> None:
