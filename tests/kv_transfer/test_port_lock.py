@@ -21,7 +21,7 @@ from kv_transfer.transports.port_lock import (
 from tests.kv_transfer.conformance_end import usage
 from tests.kv_transfer.pools import TIMEOUT_S
 
-QUIET_S = 0.4  # in which the kernel has sent again what was dropped
+QUIET_S = 0.3  # in which the kernel has sent again what was dropped
 
 
 class Server:
@@ -64,10 +64,13 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_lock, "sources_to", lambda port: frozenset())
 
 
-@pytest.fixture(params=["127.0.0.1", "::1"])
+both_families = pytest.mark.parametrize("server", ["127.0.0.1", "::1"], indirect=True)
+
+
+@pytest.fixture
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     hidden(monkeypatch)
-    server = Server(request.param)
+    server = Server(getattr(request, "param", "127.0.0.1"))
     yield server
     server.socket.close()
 
@@ -79,12 +82,14 @@ def lock(server: Server) -> Iterator[PortLock]:
     lock.close()
 
 
+@both_families
 def test_a_stranger_is_never_accepted(server: Server, lock: PortLock) -> None:
     with server.dial() as stranger:
         stranger.sendall(b"let me in")
         assert server.accepts_nobody()
 
 
+@both_families
 def test_who_is_named_is_accepted_and_nothing_it_has_said_is_lost(
     server: Server, lock: PortLock
 ) -> None:
@@ -99,6 +104,7 @@ def test_who_is_named_is_accepted_and_nothing_it_has_said_is_lost(
         assert server.accepts_nobody()
 
 
+@both_families
 @pytest.mark.parametrize("place", [0, 1, MAX_SOURCES - 1])
 def test_one_of_many_is_let_in(server: Server, lock: PortLock, place: int) -> None:
     with server.dial() as friend:
@@ -123,6 +129,7 @@ def test_the_same_port_of_another_address_is_a_stranger(monkeypatch: pytest.Monk
     server.socket.close()
 
 
+@both_families
 def test_nobody_follows_who_has_connected(server: Server, lock: PortLock) -> None:
     with server.dial() as friend:
         source = source_of(friend)
