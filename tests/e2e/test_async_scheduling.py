@@ -2,8 +2,7 @@
 
 The pool is so small that requests preempt each other, answers end at stop strings, and other
 clients leave in the middle of theirs. The last two requests fit into the pool together, but not
-with their answers: at the latest then somebody is preempted. `make verify` asks for all cases,
-other runs for every other one.
+with their answers: at the latest then somebody is preempted.
 """
 
 from __future__ import annotations
@@ -41,15 +40,9 @@ def tokenizer(real_model: str) -> Tokenizer:
 @pytest.mark.parametrize("topology", ["unified", "disaggregated"])
 @pytest.mark.parametrize("scheduling", ["--async-scheduling", "--no-async-scheduling"])
 async def test_tokens_are_the_same(
-    real_model: str,
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-    topology: str,
-    scheduling: str,
-    pytestconfig: pytest.Config,
+    real_model: str, tokenizer: Tokenizer, tmp_path: Path, topology: str, scheduling: str
 ) -> None:
     """Both are compared with the recorded tokens, so with each other."""
-    everything = pytestconfig.getoption("--all-combinations")
     assert len(CASES) >= 24
     options = (
         *("--topology", topology, scheduling, "--kv-memory", POOL, "--max-parked-blocks", "43"),
@@ -58,7 +51,7 @@ async def test_tokens_are_the_same(
     )
     with serving(tmp_path, real_model, *options) as server:
         async with server.async_client() as client, asyncio.TaskGroup() as group:
-            for number, case in enumerate(CASES if everything else CASES[::2]):
+            for number, case in enumerate(CASES):
                 group.create_task(_check(client, case, tokenizer))
                 if number % 2 == 0 and number // 2 < NUM_LEAVING:
                     group.create_task(_leave(client, case, after=1 + number % 7))
