@@ -39,9 +39,7 @@ class TransferConfig:
     bind: str = "127.0.0.1"  # the address on which nixl listens
     nixl_device: str | None = None  # as UCX names it; None: the one that has `bind`
     nixl_transports: str = "all"  # as UCX_TLS has them
-    layerwise: bool = (
-        HandoffConfig.layerwise
-    )  # send each layer of the last chunk as soon as it is computed
+    layerwise: bool = HandoffConfig.layerwise  # send each layer of the last chunk when computed
     checksums: bool = HandoffConfig.checksums  # of every block, made by P and compared by D
     on_transfer_failure: OnTransferFailure = HandoffConfig.on_transfer_failure
     max_quarantine: int | None = None  # blocks of a node; None: a quarter of them

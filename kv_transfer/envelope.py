@@ -58,10 +58,7 @@ class Envelopes(Generic[MessageT]):
     def encode(self, message: object) -> bytes:
         """Raises BadMessage if it would be longer than a peer accepts."""
         data = self._encoder.encode(_Envelope(self.version, message))
-        if len(data) > self.max_bytes:
-            raise BadMessage(
-                f"a message of {len(data)} bytes; at most {self.max_bytes} may be sent"
-            )
+        self._check_length(len(data), "may be sent")
         return data
 
     def decode(self, data: bytes) -> MessageT:

@@ -16,6 +16,7 @@ with release 1.5.1 over UCX:
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import fcntl
 import importlib
@@ -191,30 +192,33 @@ class NixlAgent:
         self._pool = pool
         self._memory, self._device_id = _memory_of(pool.device)
         self._agent, self._lock = self._open_locked(config)
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._lock.close)
             self._registered = self._register()
-        except BaseException:
-            self._lock.close()
-            raise
+            on_failure.pop_all()
 
     def _open_locked(self, config: NixlConfig) -> tuple[Any, PortLock]:
         """Nothing that came before the lock is ever read: an agent reads when it makes progress."""
-        for tries_left in reversed(range(_PORTS_TRIED)):
-            port, before = free_port(), own_sockets()
+        problem: Exception | None = None
+        for _ in range(_PORTS_TRIED):
             try:
-                agent = self._open(f"{config.engine_config},TCP_PORT_RANGE={port}-{port}")
-                deafen(before)
-                return agent, PortLock(port)
-            except ConfigError:
-                if is_free(port) or not tries_left:
-                    raise
+                return self._open_on(free_port(), config)
             except (PortTaken, OSError) as error:
-                if not tries_left:
-                    raise ConfigError(
-                        "transport",
-                        f"strangers cannot be kept away from the sockets of UCX: {error}",
-                    ) from error
-        raise AssertionError
+                problem = error
+        raise ConfigError(
+            "transport", f"strangers cannot be kept away from the sockets of UCX: {problem}"
+        ) from problem
+
+    def _open_on(self, port: int, config: NixlConfig) -> tuple[Any, PortLock]:
+        before = own_sockets()
+        try:
+            agent = self._open(f"{config.engine_config},TCP_PORT_RANGE={port}-{port}")
+        except ConfigError as error:
+            if is_free(port):
+                raise
+            raise PortTaken(f"port {port} is in use") from error
+        deafen(before)
+        return agent, PortLock(port)
 
     def _open(self, engine_config: str) -> Any:
         module = self._nixl.module

@@ -44,7 +44,7 @@ _QUEUE_TIMEOUT_S = 5.0
 
 
 class PortTaken(Exception):
-    """Somebody has connected before the lock was there."""
+    """Somebody else uses the port, or has connected before the lock was there."""
 
 
 class PortLock:
@@ -62,12 +62,11 @@ class PortLock:
         self._port = port
         self._listeners = [socket.socket(fileno=fd) for fd in _own_sockets(_listener_on(port))]
         self._sources: frozenset[Source] = frozenset()
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.close)
             self.admit(())
             self._check_nobody_is_in()
-        except BaseException:
-            self.close()
-            raise
+            on_failure.pop_all()
 
     @property
     def port(self) -> int:
