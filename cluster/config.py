@@ -78,8 +78,8 @@ class LocalConfig:
     """A cluster on one machine. Sizes of pools and batches are those of each node.
 
     `prefill_scheduler` and `decode_scheduler` take the place of `scheduler` on the nodes of their
-    kind, `prefill_cache` and `decode_cache` that of the sizes that all have; unified nodes are
-    decode nodes here.
+    kind, `prefill_cache` and `decode_cache` that of the sizes that all have. What is not said of
+    unified nodes is as for decode nodes.
 
     Raises:
         ConfigError: a value is out of its range, or two of them cannot go together.
@@ -88,40 +88,57 @@ class LocalConfig:
     topology: Topology = Topology.DISAGGREGATED
     processes: bool = False  # each node in one of its own
     num_prefill: int = 1
-    num_decode: int = 1  # of topology unified: the number of unified nodes
+    num_decode: int = 1
+    num_unified: int = 0  # of topology unified, which has no others: 0 means num_decode
     prefill_cores: NodeCores = field(default_factory=NodeCores)
     decode_cores: NodeCores = field(default_factory=NodeCores)
+    unified_cores: NodeCores | None = None
     block_size: int = CacheSize.block_size
     kv_memory_bytes: int = CacheSize.kv_memory_bytes
     num_blocks: int | None = CacheSize.num_blocks
     prefill_cache: CacheSize | None = None
     decode_cache: CacheSize | None = None
+    unified_cache: CacheSize | None = None
     max_model_len: int | None = None  # None: the model's, but at most DEFAULT_MAX_MODEL_LEN
     enable_prefix_caching: bool = True
     scheduler: SchedulerKnobs = field(default_factory=SchedulerKnobs)
     prefill_scheduler: SchedulerKnobs | None = None
     decode_scheduler: SchedulerKnobs | None = None
+    unified_scheduler: SchedulerKnobs | None = None
     transfer: TransferConfig = field(default_factory=TransferConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     record_schedules: Path | None = None  # a directory, for what each node's scheduler decides
 
     def __post_init__(self) -> None:
-        for name in ("num_prefill", "num_decode"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, f"must be at least 1, not {getattr(self, name)}")
+        self._check_numbers()
         _ = self._common_cache  # checks it
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(
                 "max_model_len",
                 f"must be at least 2, a prompt token and one more, not {self.max_model_len}",
             )
-        for name in ("scheduler", "prefill_scheduler", "decode_scheduler"):
+        names = ("scheduler", "prefill_scheduler", "decode_scheduler", "unified_scheduler")
+        for name in names:
             knobs = getattr(self, name)
             if knobs is not None:
                 with errors_of(name):
                     _check_capabilities(knobs)
         self._check_processes()
+
+    def _check_numbers(self) -> None:
+        """There are prefill and decode nodes, or unified ones, or all three; not two of them."""
+        least = {"num_prefill": 1, "num_decode": 1, "num_unified": 0}
+        unless = ""
+        if self.topology is Topology.UNIFIED:
+            least |= {"num_prefill": 0, "num_decode": 0 if self.num_unified else 1}
+        elif self.num_unified and not (self.num_prefill or self.num_decode):
+            least |= {"num_prefill": 0, "num_decode": 0}
+        elif self.num_unified:
+            unless = ", unless there are only unified nodes"
+        for name, minimum in least.items():
+            if (number := getattr(self, name)) < minimum:
+                raise ConfigError(name, f"must be at least {minimum}, not {number}{unless}")
 
     def _check_processes(self) -> None:
         if self.processes:
@@ -130,9 +147,9 @@ class LocalConfig:
                     "transport", "memory is within one process; nodes with their own need shm"
                 )
             return
-        for name in ("prefill_cores", "decode_cores"):
+        for name in ("prefill_cores", "decode_cores", "unified_cores"):
             for key in ("threads", "cpus"):
-                if getattr(getattr(self, name), key) is not None:
+                if getattr(getattr(self, name), key, None) is not None:
                     raise ConfigError(
                         f"{name}.{key}", "needs `processes`: nodes of one process share its cores"
                     )
@@ -159,15 +176,27 @@ class LocalConfig:
             for number in range(num_nodes)
         ]
 
+    def name_of(self, setting: str, role: Role) -> str:
+        """The field that has this setting of nodes of this role."""
+        own = f"{role}_{setting}"
+        as_decode = role is Role.UNIFIED and getattr(self, own) is None
+        return f"decode_{setting}" if as_decode else own
+
     def cores(self, role: Role) -> NodeCores:
-        return self.prefill_cores if role is Role.PREFILL else self.decode_cores
+        cores: NodeCores = getattr(self, self.name_of("cores", role))
+        return cores
 
     @property
     def num_nodes(self) -> dict[Role, int]:
         """The number of nodes of each role that there are."""
         if self.topology is Topology.UNIFIED:
-            return {Role.UNIFIED: self.num_decode}
-        return {Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode}
+            return {Role.UNIFIED: self.num_unified or self.num_decode}
+        numbers = {
+            Role.PREFILL: self.num_prefill,
+            Role.DECODE: self.num_decode,
+            Role.UNIFIED: self.num_unified,
+        }
+        return {role: number for role, number in numbers.items() if number}
 
     def model_len(self, model: ModelConfig) -> int:
         """Tokens of a prompt and its output. Raises ConfigError: the model was made for fewer."""
@@ -187,7 +216,7 @@ class LocalConfig:
         Raises:
             ConfigError: a knob does not go with the longest request of this model.
         """
-        name = "prefill_scheduler" if role is Role.PREFILL else "decode_scheduler"
+        name = self.name_of("scheduler", role)
         if getattr(self, name) is None:
             name = "scheduler"
         knobs: SchedulerKnobs = getattr(self, name)
@@ -209,7 +238,7 @@ class LocalConfig:
 
     def cache_size(self, role: Role) -> CacheSize:
         """What was asked for on nodes of this kind."""
-        own = self.prefill_cache if role is Role.PREFILL else self.decode_cache
+        own: CacheSize | None = getattr(self, self.name_of("cache", role))
         return own or self._common_cache
 
     def kv_cache(self, model: ModelConfig, role: Role) -> KVCacheConfig:
@@ -218,7 +247,7 @@ class LocalConfig:
         Raises:
             ConfigError: it would be too small for one request of `max_model_len` tokens.
         """
-        name = "prefill_cache" if role is Role.PREFILL else "decode_cache"
+        name = self.name_of("cache", role)
         size, length = self.cache_size(role), self.model_len(model)
         one = KVCacheConfig.for_model(model, num_blocks=2, block_size=size.block_size)
         usable = size.num_blocks or size.kv_memory_bytes // one.bytes_per_block - 1

@@ -12,24 +12,25 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    ValidationError,
-)
+from pydantic import Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
 from cluster.config import CacheSize, LocalConfig, NodeCores, ServeConfig, Topology, errors_of
+from cluster.ray_config import GatewayReplicas, NodeResources
+from cluster.ray_sections import (
+    AutoscalingSection,
+    DirectorySection,
+    RayNode,
+    RaySection,
+)
+from cluster.section import Section, Size
 from cluster.sizes import parse_size
 from cluster.transfer_config import ConnectorSpec, TransferConfig, TransportChoice
 from cluster.yaml_problem import describe, dotted
 from decode_node import DecodeConfig
 from decode_node.config import Reserve
 from kv_transfer import FaultPlan, OnTransferFailure
-from protocol import ConfigError
+from protocol import ConfigError, Role
 from router import RouterConfig, get_policy
 from scheduler import SchedulerKnobs
 
@@ -55,21 +56,10 @@ class _SomeKnobs:
         )
 
 
-def _as_text(value: object) -> object:
-    """A size may be a mere number of bytes."""
-    return str(value) if type(value) is int else value
-
-
 Knobs = Annotated[dict[str, Any], _SomeKnobs()]
-Size = Annotated[str, BeforeValidator(_as_text)]
 
 
-class _Section(BaseModel):
-    # Strict: of `max_num_seqs: yes` YAML makes True, and of that pydantic would make 1.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class CacheOverride(_Section):
+class CacheOverride(Section):
     """What differs from `cache` on nodes of one kind."""
 
     block_size: int | None = None
@@ -77,29 +67,39 @@ class CacheOverride(_Section):
     num_blocks: int | None = None
 
 
-class PrefillSection(_Section):
+class PrefillSection(RayNode):
     count: int = LocalConfig.num_prefill
     threads: int | None = NodeCores.threads
     cpus: list[int] | None = None
     cache: CacheOverride = CacheOverride()
-    scheduler: Knobs = {}
+    scheduler: Knobs = Field(default_factory=dict)
 
 
-class DecodeSection(_Section):
+class DecodeSection(RayNode):
     count: int = LocalConfig.num_decode
     threads: int | None = NodeCores.threads
     cpus: list[int] | None = None
     reserve: Reserve = DecodeConfig.reserve
     cache: CacheOverride = CacheOverride()
-    scheduler: Knobs = {}
+    scheduler: Knobs = Field(default_factory=dict)
 
 
-class ConnectorSection(_Section):
+class UnifiedSection(RayNode):
+    """What is left out is as in `decode`."""
+
+    count: int = LocalConfig.num_unified
+    threads: int | None = None
+    cpus: list[int] | None = None
+    cache: CacheOverride = CacheOverride()
+    scheduler: Knobs = Field(default_factory=dict)
+
+
+class ConnectorSection(Section):
     path: str = Field(alias="class")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
-class TransferSection(_Section):
+class TransferSection(Section):
     transport: Annotated[TransportChoice, Field(strict=False)] = TransferConfig.transport
     bind: str = TransferConfig.bind
     nixl_device: str | None = TransferConfig.nixl_device
@@ -111,7 +111,7 @@ class TransferSection(_Section):
     reserve_timeout_s: float = TransferConfig.reserve_timeout_s
     transfer_timeout_s: float = TransferConfig.transfer_timeout_s
     heartbeat_s: float = TransferConfig.heartbeat_s
-    connectors: list[ConnectorSection] = []
+    connectors: list[ConnectorSection] = Field(default_factory=list)
     faults: dict[str, Any] | None = None
 
     def transfer_config(self) -> TransferConfig:
@@ -121,36 +121,54 @@ class TransferSection(_Section):
         return TransferConfig(**(values | {"connectors": tuple(connectors), "faults": faults}))
 
 
-class CacheSection(_Section):
+class CacheSection(Section):
     block_size: int = LocalConfig.block_size
     kv_memory: Size = "1GiB"
     num_blocks: int | None = LocalConfig.num_blocks
     enable_prefix_caching: bool = LocalConfig.enable_prefix_caching
 
+    def size(self) -> CacheSize:
+        return CacheSize(
+            block_size=self.block_size,
+            kv_memory_bytes=parse_size("kv_memory_bytes", self.kv_memory),
+            num_blocks=self.num_blocks,
+        )
 
-class RouterSection(_Section):
+
+class RouterSection(Section):
     policy: str = RouterConfig.policy
 
 
-class GatewaySection(_Section):
+class GatewaySection(Section):
     host: str = ServeConfig.host
     port: int = ServeConfig.port
+    replicas: int = GatewayReplicas.count
+    num_cpus: float = GatewayReplicas.num_cpus
+
+    def gateway_replicas(self) -> GatewayReplicas:
+        """Raises ConfigError: a value is out of its range."""
+        return GatewayReplicas(count=self.replicas, num_cpus=self.num_cpus)
 
 
-class ClusterFile(_Section):
+class ClusterFile(Section):
     """A deployment. What is not said is as in the settings' own defaults."""
 
+    name: str = "kvrelay"
     model: str = DEFAULT_MODEL
     topology: Annotated[Topology, Field(strict=False)] = LocalConfig.topology
     processes: bool = LocalConfig.processes
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
-    scheduler: Knobs = {}
+    unified: UnifiedSection = UnifiedSection()
+    scheduler: Knobs = Field(default_factory=dict)
     cache: CacheSection = CacheSection()
     max_model_len: int | None = LocalConfig.max_model_len
     transfer: TransferSection = TransferSection()
     router: RouterSection = RouterSection()
     gateway: GatewaySection = GatewaySection()
+    ray: RaySection = RaySection()
+    directory: DirectorySection = DirectorySection()
+    autoscaling: AutoscalingSection = AutoscalingSection()
 
     def with_settings(self, given: Mapping[str, object]) -> ClusterFile:
         """The same but for these, by their names.
@@ -163,10 +181,10 @@ class ClusterFile(_Section):
         values = self.model_dump(by_alias=True)
         for name, value in given.items():
             section, _, key = name.rpartition(".")
-            (values[section] if section else values)[key] = value
+            _section_of(values, name)[key] = value
             if section == "scheduler":
-                values["prefill"]["scheduler"].pop(key, None)
-                values["decode"]["scheduler"].pop(key, None)
+                for role in Role:
+                    values[role]["scheduler"].pop(key, None)
         try:
             return ClusterFile.model_validate(values)
         except ValidationError as error:
@@ -176,27 +194,42 @@ class ClusterFile(_Section):
     def local_config(self) -> LocalConfig:
         """Raises ConfigError: a value is out of its range, or two cannot go together."""
         with named_by_place():
+            cache = self.cache.size()
+            decode_cache = _cache_of("decode_cache", self.decode.cache, cache)
             return LocalConfig(
                 topology=self.topology,
                 processes=self.processes,
                 num_prefill=self.prefill.count,
                 num_decode=self.decode.count,
+                num_unified=self.unified.count,
                 prefill_cores=_cores("prefill_cores", self.prefill),
                 decode_cores=_cores("decode_cores", self.decode),
-                block_size=self.cache.block_size,
-                kv_memory_bytes=parse_size("kv_memory_bytes", self.cache.kv_memory),
-                num_blocks=self.cache.num_blocks,
-                prefill_cache=self._cache_of("prefill_cache", self.prefill.cache),
-                decode_cache=self._cache_of("decode_cache", self.decode.cache),
+                unified_cores=self._unified_cores(),
+                block_size=cache.block_size,
+                kv_memory_bytes=cache.kv_memory_bytes,
+                num_blocks=cache.num_blocks,
+                prefill_cache=_cache_of("prefill_cache", self.prefill.cache, cache),
+                decode_cache=decode_cache,
+                unified_cache=_cache_of("unified_cache", self.unified.cache, decode_cache or cache),
                 max_model_len=self.max_model_len,
                 enable_prefix_caching=self.cache.enable_prefix_caching,
                 scheduler=SchedulerKnobs(**self.scheduler),
                 prefill_scheduler=self._knobs_of("prefill_scheduler", self.prefill.scheduler),
                 decode_scheduler=self._knobs_of("decode_scheduler", self.decode.scheduler),
+                unified_scheduler=self._unified_knobs(),
                 transfer=self.transfer.transfer_config(),
                 decode=DecodeConfig(reserve=self.decode.reserve),
                 router=self._router_config(),
             )
+
+    def resources(self) -> dict[Role, NodeResources]:
+        """What Ray sets aside for each node. Raises ConfigError: a value is out of its range."""
+        decode = self.decode.node_resources("decode")
+        return {
+            Role.PREFILL: self.prefill.node_resources("prefill"),
+            Role.DECODE: decode,
+            Role.UNIFIED: self.unified.node_resources("unified", decode),
+        }
 
     def serve_config(self, cache_dir: Path) -> ServeConfig:
         """Raises ConfigError: the port is none."""
@@ -208,18 +241,17 @@ class ClusterFile(_Section):
                 model=self.model,
             )
 
-    def _cache_of(self, name: str, own: CacheOverride) -> CacheSize | None:
-        """A pool is given by its memory or by its blocks: the one that is said here wins."""
-        if own == CacheOverride():
+    def _unified_cores(self) -> NodeCores | None:
+        own, decode = self.unified, self.decode
+        if own.threads is None and own.cpus is None:
             return None
-        common = self.cache
-        num_blocks = common.num_blocks if own.kv_memory is None else None
-        with errors_of(name):
-            return CacheSize(
-                block_size=common.block_size if own.block_size is None else own.block_size,
-                kv_memory_bytes=parse_size("kv_memory_bytes", own.kv_memory or common.kv_memory),
-                num_blocks=num_blocks if own.num_blocks is None else own.num_blocks,
-            )
+        threads = decode.threads if own.threads is None else own.threads
+        cpus = decode.cpus if own.cpus is None else own.cpus
+        return _cores("unified_cores", own.model_copy(update={"threads": threads, "cpus": cpus}))
+
+    def _unified_knobs(self) -> SchedulerKnobs | None:
+        own = self.unified.scheduler
+        return self._knobs_of("unified_scheduler", own and self.decode.scheduler | own)
 
     def _knobs_of(self, name: str, own: dict[str, Any]) -> SchedulerKnobs | None:
         if not own:
@@ -235,25 +267,51 @@ class ClusterFile(_Section):
         return RouterConfig(policy=self.router.policy)
 
 
-def _cores(name: str, section: PrefillSection | DecodeSection) -> NodeCores:
+def _cache_of(name: str, own: CacheOverride, base: CacheSize) -> CacheSize | None:
+    """A pool is given by its memory or by its blocks: the one that is said here wins."""
+    if own == CacheOverride():
+        return None
+    num_blocks = base.num_blocks if own.kv_memory is None else None
+    with errors_of(name):
+        return CacheSize(
+            block_size=base.block_size if own.block_size is None else own.block_size,
+            kv_memory_bytes=base.kv_memory_bytes
+            if own.kv_memory is None
+            else parse_size("kv_memory_bytes", own.kv_memory),
+            num_blocks=num_blocks if own.num_blocks is None else own.num_blocks,
+        )
+
+
+def _cores(name: str, section: PrefillSection | DecodeSection | UnifiedSection) -> NodeCores:
     cpus = None if section.cpus is None else tuple(section.cpus)
     with errors_of(name):
         return NodeCores(threads=section.threads, cpus=cpus)
 
 
+def _section_of(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Where the setting of this name is."""
+    for key in name.split(".")[:-1]:
+        inner = values.get(key)
+        if not isinstance(inner, dict):
+            raise ConfigError(name, f"there is no section {key}")
+        values = inner
+    return values
+
+
 def _places() -> dict[str, str]:
     """Where in the file a field of the settings is, by the name that it has in a ConfigError."""
     places = {"num_prefill": "prefill.count", "num_decode": "decode.count"}
+    places |= {"num_unified": "unified.count"}
     places |= {"reserve": "decode.reserve", "kv_memory_bytes": "cache.kv_memory"}
-    sections: dict[str, type[_Section]]
+    sections: dict[str, type[Section]]
     sections = {"cache": CacheSection, "gateway": GatewaySection, "transfer": TransferSection}
     for section, model in sections.items():
         places |= {key: f"{section}.{key}" for key in model.model_fields}
     for knob in fields(SchedulerKnobs):
         places[knob.name] = f"scheduler.{knob.name}"
-        for role in ("prefill", "decode"):
+        for role in Role:
             places[f"{role}_scheduler.{knob.name}"] = f"{role}.scheduler.{knob.name}"
-    for role in ("prefill", "decode"):
+    for role in Role:
         places |= {
             f"{role}_cache.{key}": f"{role}.cache.{key}" for key in CacheOverride.model_fields
         }

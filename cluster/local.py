@@ -12,14 +12,14 @@ from functools import partial
 
 from cluster.config import LocalConfig
 from cluster.directory_listener import DirectoryListener
-from cluster.node_builder import BuiltNode, NodeBuilder, stop_node
+from cluster.engine_node import EngineNode
+from cluster.node_builder import NodeBuilder, stop_node
 from cluster.node_compute import RunnerFactory
 from cluster.transports import make_transport as make_configured_transport
-from decode_node import LocalDecodeNode
 from directory import MemoryDirectory
 from engine.weights import ModelFiles
 from kv_transfer import HandoffConfig, MemoryHub, Transport
-from prefill_node import LocalPrefillNode
+from protocol import NodeInfo, Role
 from router import Dispatcher
 
 TransportFactory = Callable[[MemoryHub, str], Transport]
@@ -53,24 +53,36 @@ class LocalCluster:
             listener=self._listener,
             handoff=handoff,
         )
-        self.nodes: list[BuiltNode] = [builder.build(*names) for names in config.node_ids]
+        self.nodes: list[EngineNode] = [builder.build(*names) for names in config.node_ids]
         self.dispatcher = Dispatcher(
             directory, files.fingerprint, self.prefill_nodes, self.decode_nodes, config.routing
         )
 
     @property
-    def prefill_nodes(self) -> list[LocalPrefillNode]:
-        return [node for node in self.nodes if isinstance(node, LocalPrefillNode)]
+    def prefill_nodes(self) -> list[EngineNode]:
+        return [node for node in self.nodes if node.info.role is Role.PREFILL]
 
     @property
-    def decode_nodes(self) -> list[LocalDecodeNode]:
-        return [node for node in self.nodes if isinstance(node, LocalDecodeNode)]
+    def decode_nodes(self) -> list[EngineNode]:
+        """Unified ones, too."""
+        return [node for node in self.nodes if node.info.role is not Role.PREFILL]
 
     async def start(self) -> None:
         for node in self.nodes:
             self._listener.register(node.info)
             node.start()
         await self.dispatcher.start()
+
+    async def change_role(self, node_id: str, role: Role) -> NodeInfo:
+        """Returns when the router knows of it. Raises as `Node.change_role` does."""
+        (node,) = (node for node in self.nodes if node.info.node_id == node_id)
+        before = node.info
+        info = await node.change_role(role)
+        if info is not before:
+            self._listener.register(info)
+            self._listener.on_status(info, await node.status())
+            self.dispatcher.add_node(node)
+        return info
 
     async def stop(self) -> None:
         """Returns when no thread of ours is left."""

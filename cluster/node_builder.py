@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.config import LocalConfig
+from cluster.engine_node import EngineNode, NodeRoles
 from cluster.node_compute import NodeCompute, RunnerFactory
-from decode_node import LocalDecodeNode
 from engine import Engine, EngineHost, KVCacheConfig, Listener, PipelinedEngine
 from engine.weights import ModelFiles
 from kv_transfer import (
@@ -25,13 +26,10 @@ from kv_transfer import (
     Transport,
     load_connector,
 )
-from prefill_node import LocalPrefillNode
 from protocol import ConfigError, NodeInfo, Role
 from scheduler import CacheConfig, Scheduler, SchedulerConfig
 from scheduler.record import open_recording
 from scheduler.recording import RecordingScheduler
-
-BuiltNode = LocalPrefillNode | LocalDecodeNode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,7 @@ class NodeBuilder:
     listener: Listener
     handoff: HandoffConfig | None = None  # None: as configured
 
-    def build(self, role: Role, node_id: str, generation: int = 0) -> BuiltNode:
+    def build(self, role: Role, node_id: str, generation: int = 0) -> EngineNode:
         """A node that is not started.
 
         Raises:
@@ -67,9 +65,17 @@ class NodeBuilder:
             max_quarantine=self.config.transfer.quarantine_limit(info.num_blocks),
         )
         connector.register_kv_caches(self._pool(compute), host.wake)
-        if role is Role.PREFILL:
-            return LocalPrefillNode(host, handoff)
-        return LocalDecodeNode(host, handoff, self.config.decode)
+        return EngineNode(
+            host,
+            NodeRoles(
+                connector=handoff,
+                decode=self.config.decode,
+                scheduler_config=partial(self._scheduler_config, num_blocks=info.num_blocks),
+            ),
+        )
+
+    def _scheduler_config(self, role: Role, num_blocks: int) -> SchedulerConfig:
+        return self.config.scheduler_config(role, self.files.config, num_blocks)
 
     def _with_others(self, handoff: HandoffConnector, role: Role, node_id: str) -> KVConnector:
         """The hand-off goes first: KV that comes from a prefill node is all that is needed."""
@@ -93,7 +99,7 @@ class NodeBuilder:
             block_size=kv_cache.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
-        settings = self.config.scheduler_config(role, self.files.config, cache.num_usable_blocks)
+        settings = self._scheduler_config(role, cache.num_usable_blocks)
         if self.config.record_schedules is None:
             return Scheduler(settings, cache, connector)
         return self._make_recording(node_id, settings, cache, connector)
@@ -155,7 +161,7 @@ def _load(path: str, context: ConnectorContext) -> KVConnector:
         raise ConfigError("connectors", f"{path}: options.{error}") from error
 
 
-def stop_node(node: BuiltNode) -> None:
+def stop_node(node: EngineNode) -> None:
     """Returns when its threads have ended, and what it recorded is written."""
     node.stop()
     scheduler = node.host.engine.scheduler

@@ -1,12 +1,17 @@
-"""What a cluster and a node in a process of its own say to each other.
+"""What a node and its callers in other processes say to each other.
+
+       caller                          node
+       ── OpenStream, Call(Decode) ──►
+       ◄─── Answered, or Refused ────    to each call, by its number
+       ◄─── Outputs … StreamEnded ───    one frame a step
+       ◄─── Ping ──── Ping ──────────►   where nothing else was said, between strangers
+
+A cluster and the child process that is to become its node say more than that:
 
        parent                          child
        ── Setup ─────────────────────►   build the node
        ◄──────────────── Built ──────    or SetupFailed, and it ends
-       ── Call(StartNode) ───────────►
-       ── OpenStream, Call(Decode) ──►
-       ◄─── Answered, or Refused ────    to each call, by its number
-       ◄─── Outputs … StreamEnded ───    one frame a step
+       ── StartNode ─────────────────►   and from here on as above
        ◄─── News ────────────────────    the newest status, and what changed in the cache
        ── Stop ──────────────────────►   it ends
 
@@ -19,6 +24,7 @@ import msgspec
 
 from cluster.channel import envelopes_of
 from cluster.config import LocalConfig
+from cluster.secret import Secret
 from cluster.wire_error import WireError
 from engine.weights import ModelFiles
 from protocol import (
@@ -32,15 +38,6 @@ from protocol import (
     PrefillJob,
     Role,
 )
-
-
-class Secret(msgspec.Struct, frozen=True):
-    """Text that is not shown."""
-
-    value: str
-
-    def __repr__(self) -> str:
-        return "Secret(…)"
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
@@ -62,10 +59,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
 # ---------------------------------------------------------------------- questions to a node
 
 
-class StartNode(msgspec.Struct, frozen=True, tag="start"):
-    pass
-
-
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     job: PrefillJob
 
@@ -83,7 +76,15 @@ class AskStatus(msgspec.Struct, frozen=True, tag="status"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    timeout_s: float | None
+
+
+class Undrain(msgspec.Struct, frozen=True, tag="undrain"):
     pass
+
+
+class ChangeRole(msgspec.Struct, frozen=True, tag="role"):
+    role: Role
 
 
 class AskSnapshot(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -103,12 +104,13 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
 
 
 Question = (
-    StartNode
-    | Prefill
+    Prefill
     | Decode
     | Cancel
     | AskStatus
     | Drain
+    | Undrain
+    | ChangeRole
     | AskSnapshot
     | Pause
     | Resume
@@ -130,22 +132,28 @@ class CloseStream(msgspec.Struct, frozen=True, tag="close"):
     stream: int
 
 
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Whoever says so lives."""
+
+
+Request = Call | OpenStream | CloseStream
+ToService = Request | Ping
+
+
+class StartNode(msgspec.Struct, frozen=True, tag="start"):
+    """Numbered and answered like a call."""
+
+    number: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     pass
 
 
-ToNode = Setup | Call | OpenStream | CloseStream | Stop
+ToNode = Setup | StartNode | Request | Stop
 
 
 # ---------------------------------------------------------------------- what a node says
-
-
-class Built(msgspec.Struct, frozen=True, tag="built"):
-    info: NodeInfo
-
-
-class SetupFailed(msgspec.Struct, frozen=True, tag="failed"):
-    error: WireError
 
 
 class Answered(msgspec.Struct, frozen=True, tag="answered"):
@@ -154,6 +162,7 @@ class Answered(msgspec.Struct, frozen=True, tag="answered"):
     number: int
     flag: bool = False
     status: NodeStatus | None = None
+    info: NodeInfo | None = None
     snapshot: CacheSnapshot | None = None
 
 
@@ -171,12 +180,26 @@ class StreamEnded(msgspec.Struct, frozen=True, tag="ended"):
     stream: int
 
 
+Reply = Answered | Refused | Outputs | StreamEnded
+FromService = Reply | Ping
+
+
+class Built(msgspec.Struct, frozen=True, tag="built"):
+    info: NodeInfo
+
+
+class SetupFailed(msgspec.Struct, frozen=True, tag="failed"):
+    error: WireError
+
+
 class News(msgspec.Struct, frozen=True, tag="news"):
     status: NodeStatus
     blocks: tuple[BlockEventBatch, ...]
 
 
-FromNode = Built | SetupFailed | Answered | Refused | Outputs | StreamEnded | News
+FromNode = Built | SetupFailed | Reply | News
 
 envelopes_to_node = envelopes_of(ToNode)
 envelopes_from_node = envelopes_of(FromNode)
+envelopes_to_service = envelopes_of(ToService)
+envelopes_from_service = envelopes_of(FromService)

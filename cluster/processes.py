@@ -17,8 +17,9 @@ from collections.abc import Awaitable, Iterable
 
 from cluster.config import LocalConfig
 from cluster.directory_listener import DirectoryListener
-from cluster.node_messages import Secret, Setup
+from cluster.node_messages import Setup
 from cluster.remote_node import START_TIMEOUT_S, RemoteNode
+from cluster.secret import Secret
 from directory import MemoryDirectory
 from engine.weights import ModelFiles
 from protocol import ConfigError, Role
@@ -108,9 +109,9 @@ class ProcessCluster:
     def _setup(self, role: Role, node_id: str) -> Setup:
         cores, present = self.config.cores(role), os.sched_getaffinity(0)
         if cores.cpus is not None and not present.issuperset(cores.cpus):
-            kind = "prefill_cores" if role is Role.PREFILL else "decode_cores"
+            name = self.config.name_of("cores", role)
             raise ConfigError(
-                f"{kind}.cpus", f"must be some of {sorted(present)}, not {list(cores.cpus)}"
+                f"{name}.cpus", f"must be some of {sorted(present)}, not {list(cores.cpus)}"
             )
         return Setup(
             role=role,

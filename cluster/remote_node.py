@@ -8,85 +8,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
-from collections.abc import AsyncIterator
 
 import msgspec
 
 from cluster.channel import Channel
 from cluster.child_process import ChildProcess, describe_exit
+from cluster.node_client import ANSWER_TIMEOUT_S, NodeClient
 from cluster.node_messages import (
-    Answered,
-    AskSnapshot,
-    AskStatus,
     Built,
-    Call,
-    Cancel,
-    CloseStream,
-    Decode,
-    Drain,
     FromNode,
     News,
-    OpenStream,
-    Outputs,
-    Pause,
-    Prefill,
-    Question,
-    Refused,
-    ResetPrefixCache,
-    Resume,
     Setup,
     SetupFailed,
     StartNode,
     Stop,
-    StreamEnded,
     envelopes_from_node,
 )
 from engine import Listener
-from engine.outputs import OutputStream
 from kv_transfer import BadMessage
-from protocol import (
-    CacheSnapshot,
-    DecodeJob,
-    NodeInfo,
-    NodeLost,
-    NodeStatus,
-    OutputBatch,
-    PauseMode,
-    PrefillJob,
-)
+from protocol import NodeInfo, NodeLost, NodeStatus, Role
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0  # loading a large model from a slow disk
-ANSWER_TIMEOUT_S = 30.0  # a step may run before a question is answered
 STOP_TIMEOUT_S = 35.0  # then it is killed; a node itself gives its engine 30 s
 _PATIENCE_S = 5.0  # then whoever waits for the stop is told why
 
 
-class RemoteNode:
+class RemoteNode(NodeClient):
     """Implements `protocol.PrefillNode` or `DecodeNode`, as the role is. Has one event loop."""
 
     def __init__(
         self, setup: Setup, listener: Listener, start_timeout_s: float = START_TIMEOUT_S
     ) -> None:
-        self.node_id = setup.node_id
+        super().__init__(setup.node_id)
         self._setup = setup
         self._listener = listener
         self._start_timeout_s = start_timeout_s
         self._process: ChildProcess | None = None
-        self._channel: Channel[FromNode]  # once the process runs
         self._to_close = contextlib.AsyncExitStack()
         self._info: NodeInfo | None = None
         self._status: NodeStatus | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._lost = False
         self._stopping = False
         self._given_up = False  # its end is not waited for
-        self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[Answered]] = {}
-        self._streams: dict[int, OutputStream] = {}
 
     @property
     def info(self) -> NodeInfo:
@@ -138,7 +104,8 @@ class RemoteNode:
 
     async def start(self) -> None:
         """Have it take jobs; when this returns, it has told of itself. Raises NodeLost."""
-        answer = await self._ask(StartNode())
+        number = next(self._numbers)
+        answer = await self._send(number, StartNode(number), ANSWER_TIMEOUT_S)
         assert answer.status is not None
         if self._status is None:
             self._note(answer.status)
@@ -182,131 +149,43 @@ class RemoteNode:
             process.kill()
             await process.wait()
 
-    # ------------------------------------------------------------------ protocol.Node
+    # ------------------------------------------------------------------ what it says
 
-    async def prefill(self, job: PrefillJob) -> None:
-        await self._ask(Prefill(job))
-
-    async def decode(self, job: DecodeJob) -> None:
-        await self._ask(Decode(job))
-
-    async def cancel(self, request_id: str) -> None:
-        await self._ask(Cancel(request_id))
-
-    async def status(self) -> NodeStatus:
-        status = (await self._ask(AskStatus())).status
-        assert status is not None
-        return status
-
-    async def drain(self) -> None:
-        await self._ask(Drain(), timeout_s=None)  # as long as the jobs take
-
-    async def snapshot(self) -> CacheSnapshot:
-        snapshot = (await self._ask(AskSnapshot())).snapshot
-        assert snapshot is not None
-        return snapshot
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._ask(Pause(mode))
-
-    async def resume(self) -> None:
-        await self._ask(Resume())
-
-    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        return (await self._ask(ResetPrefixCache(reset_running_requests))).flag
-
-    def outputs(self, caller: str) -> AsyncIterator[OutputBatch]:
-        number, stream = next(self._numbers), OutputStream()
-        if self._lost:
-            stream.close()
-        else:
-            self._streams[number] = stream
-            self._channel.post(OpenStream(number, caller))
-        return self._read(number, stream)
-
-    async def _read(self, number: int, stream: OutputStream) -> AsyncIterator[OutputBatch]:
-        try:
-            async for batch in stream.read():
-                yield batch
-        finally:
-            self._close_stream(number)
-
-    # ------------------------------------------------------------------ calls and answers
-
-    async def _ask(
-        self, question: Question, timeout_s: float | None = ANSWER_TIMEOUT_S
-    ) -> Answered:
-        """Raises what the node raises; NodeLost; TimeoutError: it does not answer."""
-        if self._lost:
-            raise self._loss()
-        number = next(self._numbers)
-        answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
-        self._calls[number] = answer
-        try:
-            async with asyncio.timeout(timeout_s):
-                with contextlib.suppress(ConnectionError):  # it has died: the reader tells all
-                    await self._channel.send(Call(number, question))
-                return await answer
-        finally:
-            del self._calls[number]
-
-    def _loss(self) -> NodeLost:
-        return NodeLost(f"node {self.node_id} is down")
+    async def change_role(self, role: Role) -> NodeInfo:
+        self._info = await super().change_role(role)
+        return self._info
 
     async def _read_all(self) -> None:
         """Until the process has ended; then nobody waits for it any more."""
         assert self._process is not None
         understood = False
         try:
-            while (message := await self._channel.receive()) is not None:
-                self._take(message)
+            await self._channel.receive_all(self._hear)
             understood = True
         except BadMessage as error:
             logger.error("node %s is killed: %s", self.node_id, error)
         finally:
             if not understood:
                 self._process.kill()
-            await self._lose(self._process)
+            self._lose()
+            await self._tell_loss(self._process)
 
-    def _take(self, message: FromNode) -> None:
+    def _hear(self, message: FromNode) -> None:
         match message:
-            case Answered(number):
-                if (call := self._calls.get(number)) and not call.done():
-                    call.set_result(message)
-            case Refused(number, error):
-                if (call := self._calls.get(number)) and not call.done():
-                    call.set_exception(error.restored())
-            case Outputs(number, batch):
-                if (stream := self._streams.get(number)) and not stream.put(batch):
-                    self._close_stream(number)  # a caller that does not read is gone
-            case StreamEnded(number):
-                if number in self._streams:
-                    self._streams.pop(number).close()
             case News(status, batches):
                 for events in batches:
                     self._listener.on_blocks(self.info, events)
                 self._note(status)
             case Built() | SetupFailed():
                 raise AssertionError(message)
+            case reply:
+                self._take(reply)
 
     def _note(self, status: NodeStatus) -> None:
         self._status = status
         self._listener.on_status(self.info, status)
 
-    def _close_stream(self, number: int) -> None:
-        stream = self._streams.pop(number, None)
-        if stream is not None:
-            stream.close()
-            self._channel.post(CloseStream(number))
-
-    async def _lose(self, process: ChildProcess) -> None:
-        self._lost = True
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(self._loss())
-        for stream in self._streams.values():
-            stream.close()
-        self._streams.clear()
+    async def _tell_loss(self, process: ChildProcess) -> None:
         exit_status = await process.wait()
         if self._stopping and (exit_status == 0 or self._given_up):
             return

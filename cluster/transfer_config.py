@@ -5,11 +5,14 @@ from __future__ import annotations
 import enum
 import ipaddress
 import math
-from dataclasses import dataclass, field
+import socket
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kv_transfer import FaultPlan, HandoffConfig, OnTransferFailure
 from protocol import ConfigError
+
+_AUTO = "auto"
 
 
 class TransportChoice(enum.StrEnum):
@@ -36,7 +39,7 @@ class TransferConfig:
     """
 
     transport: TransportChoice = TransportChoice.AUTO
-    bind: str = "127.0.0.1"  # the address on which nixl listens
+    bind: str = "127.0.0.1"  # the address where other hosts reach a node; or auto, or a network
     nixl_device: str | None = None  # as UCX names it; None: the one that has `bind`
     nixl_transports: str = "all"  # as UCX_TLS has them
     layerwise: bool = HandoffConfig.layerwise  # send each layer of the last chunk when computed
@@ -56,20 +59,42 @@ class TransferConfig:
         self.handoff()  # checks the rest of them
         if self.max_quarantine is not None and self.max_quarantine < 0:
             raise ConfigError("max_quarantine", f"must be at least 0, not {self.max_quarantine}")
-        try:
-            ipaddress.ip_address(self.bind)
-        except ValueError as error:
-            raise ConfigError("bind", f"must be an IP address, not {self.bind!r}") from error
+        if self.bind != _AUTO and _network_of(self.bind) is None:
+            raise ConfigError(
+                "bind",
+                f"must be an IP address, a network such as 10.0.0.0/8, or auto, not {self.bind!r}",
+            )
 
     def quarantine_limit(self, num_blocks: int) -> int:
         """Blocks that may be quarantined on a node with so many usable ones."""
         return num_blocks // 4 if self.max_quarantine is None else self.max_quarantine
 
     @property
+    def listens_outside(self) -> bool:
+        """Whether nodes are reached from other hosts."""
+        network = _network_of(self.bind)
+        return network is None or not network.is_loopback
+
+    @property
     def may_have_remote_peers(self) -> bool:
         """Whether nodes of other hosts are to find a way here, beside those of this host."""
-        listens_outside = not ipaddress.ip_address(self.bind).is_loopback
-        return self.transport is TransportChoice.AUTO and listens_outside
+        return self.transport is TransportChoice.AUTO and self.listens_outside
+
+    def bound(self, host_address: str | None = None) -> TransferConfig:
+        """The same with this host's own address in `bind`.
+
+        `host_address` is the one that `auto` means; None: nobody knows.
+
+        Raises:
+            ConfigError: this host has no address in that network.
+        """
+        if self.bind == _AUTO:
+            if host_address is None:
+                raise ConfigError("bind", "auto is for clusters on Ray, which knows the addresses")
+            return replace(self, bind=host_address)
+        if "/" not in self.bind:
+            return self
+        return replace(self, bind=_own_address_in(ipaddress.ip_network(self.bind, strict=False)))
 
     def handoff(self) -> HandoffConfig:
         return HandoffConfig(
@@ -80,3 +105,28 @@ class TransferConfig:
             layerwise=self.layerwise,
             on_transfer_failure=self.on_transfer_failure,
         )
+
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def _network_of(bind: str) -> _Network | None:
+    try:
+        return ipaddress.ip_network(bind, strict=False)
+    except ValueError:
+        return None
+
+
+def _own_address_in(network: _Network) -> str:
+    """The address from which this host would speak to the network; nothing is sent."""
+    family = socket.AF_INET if network.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((str(network.network_address + 1), 9))
+        except OSError:
+            own = None
+        else:
+            own = str(probe.getsockname()[0])
+    if own is None or ipaddress.ip_address(own) not in network:
+        raise ConfigError("bind", f"this host has no address in {network}")
+    return own

@@ -24,10 +24,10 @@ def _make_sound(config: LocalConfig, node_id: str, hub: MemoryHub, token: str) -
         case TransportChoice.SHM:
             near = _make_shm(node_id, token)
             if config.transfer.may_have_remote_peers:
-                return AutoTransport([near, _make_nixl(config.transfer, node_id, token)])
+                return AutoTransport([near, _make_nixl(config.transfer.bound(), node_id, token)])
             return near
         case TransportChoice.NIXL:
-            return _make_nixl(config.transfer, node_id, token)
+            return _make_nixl(config.transfer.bound(), node_id, token)
         case _:
             return MemoryTransport(hub, node_id)
 

@@ -1,6 +1,6 @@
 """What is special about decode? It reserves blocks, parks requests, and goes on at token 2."""
 
 from decode_node.config import DecodeConfig
-from decode_node.node import DecodeRole, LocalDecodeNode
+from decode_node.node import DecodeRole
 
-__all__ = ["DecodeConfig", "DecodeRole", "LocalDecodeNode"]
+__all__ = ["DecodeConfig", "DecodeRole"]

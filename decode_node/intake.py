@@ -21,6 +21,9 @@ class Intake:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._waiting
+
     def add(self, job: ActiveJob) -> None:
         self._waiting[job.key] = job
 

@@ -9,8 +9,8 @@
 All methods are plain, not `async`: a node calls from threads that have no event loop, and a
 router needs answers in the middle of a decision. So what is on a hot path never waits for
 anybody: `publish` takes the batch and returns, `nodes` and `drain` read what is already here.
-An implementation over a network sends and receives in a thread of its own. `register`,
-`heartbeat` and `deregister` may take a round trip; call them from a thread that can afford it.
+An implementation over a network sends and receives in a thread of its own. Only `register` may
+take a round trip, with a deadline; call it from a thread that can afford it.
 
 A restarted node registers under the next generation. From then on the directory hears nothing
 of the earlier one: its heartbeats are refused and no subscriber gets a batch of it any more.
@@ -56,18 +56,43 @@ class StaleGeneration(DirectoryError):
         self.current = current
 
 
+class DirectoryUnavailable(DirectoryError):
+    """The directory's server is away, and this cannot be done without it."""
+
+    label = "directory_unavailable"
+
+
+class AlreadyClaimed(DirectoryError):
+    """Another one controls the cluster of this name."""
+
+    label = "already_claimed"
+
+    def __init__(self, name: str, owner: str, remaining_s: float) -> None:
+        super().__init__(
+            f"the cluster {name!r} is controlled by {owner} already "
+            f"(unless renewed, for {remaining_s:.0f} s more)"
+        )
+        self.name = name
+        self.owner = owner
+        self.remaining_s = remaining_s
+
+
 @dataclass(frozen=True)
 class NodeRecord:
-    """One registered node. It stays in the list when it goes silent, until it is deregistered."""
+    """One registered node. It stays in the list when it goes silent, until it is deregistered.
+
+    No node is dead because the directory could not be heard: `blind_s` of the age do not count.
+    """
 
     info: NodeInfo
     status: NodeStatus | None  # None until the first heartbeat
     heartbeat_age_s: float  # since the last heartbeat, or else the registration
     ttl_s: float
+    blind_s: float = 0.0  # of that age, how long the directory's own server was away
 
     @property
     def alive(self) -> bool:
-        return self.heartbeat_age_s <= self.ttl_s
+        return self.heartbeat_age_s - self.blind_s <= self.ttl_s
 
 
 @dataclass(frozen=True)
@@ -123,3 +148,9 @@ class Directory(Protocol):
 
     def subscribe(self, *, max_batches: int = DEFAULT_MAX_BATCHES) -> Subscription:
         """All batches from now on. More than `max_batches` undrained: the oldest become gaps."""
+
+    def close(self) -> None:
+        """Tell what there is to tell, and let go of all that is held. Harmless when repeated.
+
+        It deregisters nobody.
+        """

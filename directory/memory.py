@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from directory.directory import (
     DEFAULT_MAX_BATCHES,
-    Gap,
     NodeRecord,
     NotRegistered,
     StaleGeneration,
 )
+from directory.event_queue import EventQueue, EventQueues
 from protocol import BlockEventBatch, NodeInfo, NodeStatus
 
 
@@ -34,7 +33,7 @@ class MemoryDirectory:
         self._lock = threading.Lock()
         self._registrations: dict[str, _Registration] = {}
         self._generations: dict[str, int] = {}  # the latest of each node; outlives deregistration
-        self._subscriptions: list[MemorySubscription] = []
+        self._queues = EventQueues(self._lock)
 
     def register(self, info: NodeInfo, *, ttl_s: float) -> None:
         assert ttl_s > 0
@@ -43,8 +42,7 @@ class MemoryDirectory:
             if latest is not None and info.generation < latest:
                 raise StaleGeneration(info.node_id, info.generation, latest)
             if latest is not None and info.generation > latest:
-                for subscription in self._subscriptions:
-                    subscription._forget(info.node_id)
+                self._queues.forget(info.node_id)
             self._generations[info.node_id] = info.generation
             self._registrations[info.node_id] = _Registration(info, ttl_s, self._clock())
 
@@ -75,55 +73,17 @@ class MemoryDirectory:
     def publish(self, batch: BlockEventBatch, *, generation: int) -> None:
         with self._lock:
             if self._current(batch.node_id, generation) is not None:
-                for subscription in self._subscriptions:
-                    subscription._put(batch)
+                self._queues.put(batch)
 
-    def subscribe(self, *, max_batches: int = DEFAULT_MAX_BATCHES) -> MemorySubscription:
-        subscription = MemorySubscription(self, max_batches)
+    def subscribe(self, *, max_batches: int = DEFAULT_MAX_BATCHES) -> EventQueue:
         with self._lock:
-            self._subscriptions.append(subscription)
-        return subscription
+            return self._queues.add(max_batches)
+
+    def close(self) -> None:
+        pass
 
     def _current(self, node_id: str, generation: int) -> _Registration | None:
         registration = self._registrations.get(node_id)
         if registration is None or registration.info.generation != generation:
             return None
         return registration
-
-
-class MemorySubscription:
-    """Implements `Subscription`; shares the lock of its directory."""
-
-    def __init__(self, directory: MemoryDirectory, max_batches: int) -> None:
-        assert max_batches > 0
-        self._directory = directory
-        self._max_batches = max_batches
-        self._batches: deque[BlockEventBatch] = deque()
-        self._lost: dict[str, int] = {}  # node id → the last sequence number that was dropped
-
-    def drain(self) -> list[BlockEventBatch | Gap]:
-        with self._directory._lock:
-            # What was dropped is older than all that is left, so the gaps come first.
-            drained: list[BlockEventBatch | Gap] = [Gap(*lost) for lost in self._lost.items()]
-            drained += self._batches
-            self._lost.clear()
-            self._batches.clear()
-            return drained
-
-    def close(self) -> None:
-        with self._directory._lock:
-            if self in self._directory._subscriptions:
-                self._directory._subscriptions.remove(self)
-            self._batches.clear()
-            self._lost.clear()
-
-    def _put(self, batch: BlockEventBatch) -> None:
-        if len(self._batches) == self._max_batches:
-            dropped = self._batches.popleft()
-            self._lost[dropped.node_id] = dropped.sequence
-        self._batches.append(batch)
-
-    def _forget(self, node_id: str) -> None:
-        kept = [batch for batch in self._batches if batch.node_id != node_id]
-        self._batches = deque(kept)
-        self._lost.pop(node_id, None)

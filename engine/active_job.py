@@ -14,7 +14,7 @@ class ActiveJob:
     """The job and what has been told of it.
 
     `key` is the scheduler's request id: two attempts of one request may be on a node at once, one
-    of them only waiting for its blocks to be free.
+    of them only waiting for its blocks to be free. It stays when a later attempt takes over.
     """
 
     job: Job
@@ -28,6 +28,11 @@ class ActiveJob:
         self.position = len(self.job.emitted)
         self.key = self.key or str(self.job.ticket)
 
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """The output tokens that are given. With a hand-off, the last one comes with the commit."""
+        return self.job.emitted[:-1] if self.handed_off else self.job.emitted
+
     def make_request(self, sampling: SamplingParams) -> Request:
         """The job as a scheduler sees it, to be sampled and ended as `sampling` says."""
         given = self.job.request
@@ -37,7 +42,7 @@ class ActiveJob:
             sampling,
             arrival_time=given.arrival_time,
             priority=given.priority,
-            forced_token_ids=self.job.emitted,
+            forced_token_ids=self.forced,
             lora_name=given.lora_name,
             cache_salt=given.cache_salt,
         )

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from engine.active_job import ActiveJob
 from engine.host import EngineHost
 from kv_transfer import HandoffConnector, HandoffEvent, OnTransferFailure, Reason
-from protocol import TransferCounts, TransferFailed
+from protocol import KvrelayError, LiveTransfer, NodeDraining, TransferCounts, TransferFailed
 from scheduler import RequestUpdate
 
 
@@ -33,16 +33,34 @@ class HandoffRole(ABC):
 
     def _fail(self, active: ActiveJob, reason: Reason, detail: str) -> None:
         """The hand-off failed, and this node can do no more for the job."""
-        outcome: OnTransferFailure = "fail" if self._on_transfer_failure == "fail" else "retry"
+        error, retryable = self._blame(reason, detail)
+        self._host.fail_job(active, error, retryable=retryable)
+
+    def _blame(self, reason: Reason, detail: str) -> tuple[KvrelayError, bool]:
+        """What the caller is to hear of a failure, and whether it may try again."""
+        drains = reason is Reason.DRAINING  # which is no failure of the transfer
+        fails = self._on_transfer_failure == "fail" and not drains
+        outcome: OnTransferFailure = "fail" if fails else "retry"
         self._connector.note_outcome(outcome)
-        error = TransferFailed.because(reason, detail)
-        self._host.fail_job(active, error, retryable=outcome == "retry")
+        error: KvrelayError = TransferFailed.because(reason, detail)
+        if drains:
+            error = NodeDraining(f"the peer of node {self._host.info.node_id} is draining")
+        return error, outcome == "retry"
 
     def next_deadline(self) -> float | None:
         return self._connector.next_deadline()
 
     def transfers(self) -> TransferCounts:
         return self._connector.counts()
+
+    def live(self) -> tuple[LiveTransfer, ...]:
+        return self._connector.live()
+
+    def on_give_back(self, job: ActiveJob) -> None:
+        self._connector.leave(job.key)
+
+    def ends_soon(self, job: ActiveJob) -> bool:
+        return False
 
     @abstractmethod
     def _on_event(self, active: ActiveJob, event: HandoffEvent) -> None:

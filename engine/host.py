@@ -7,7 +7,7 @@
                        └───── sleep, if nothing progressed ◄── deltas, status ─┘
 
 All state of scheduler, connector and jobs is touched by that thread only. What a role does beyond
-this (hand-off, intake) is in its `RolePolicy`.
+this (hand-off, intake) is in its `RolePolicy`, which can be another one once the node has drained.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from engine.active_job import ActiveJob
+from engine.drain import HANDOFF_GRACE_S, Drain
 from engine.loop import Engine, StepResult
 from engine.outputs import OutputStream
 from engine.rate import PrefillRate
+from engine.role_change import RoleChange
+from engine.role_policy import RolePolicy, TakesJobs
 from protocol import (
     BlockEventBatch,
     CacheSnapshot,
@@ -35,15 +38,16 @@ from protocol import (
     Failure,
     Job,
     KvrelayError,
+    NodeDraining,
     NodeInfo,
     NodeLost,
     NodeStatus,
     OutputBatch,
     Overloaded,
     PauseMode,
-    TransferCounts,
+    WrongRole,
 )
-from scheduler import PauseState, Request, RequestStatus, RequestUpdate, SchedulerOutput
+from scheduler import PauseState, Request, RequestStatus, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -60,33 +64,6 @@ _PAUSE_STATES = {
     PauseMode.KEEP: PauseState.PAUSED_ALL,
 }
 _PAUSE_MODES = {state: mode for mode, state in _PAUSE_STATES.items()}
-
-
-class RolePolicy(Protocol):
-    """What a role adds. All calls come from the engine's thread."""
-
-    def act(self) -> None:
-        """Act on what the connector has to tell."""
-
-    def must_act(self) -> bool:
-        """Whether the connector has something to tell."""
-
-    def on_started(self, job: ActiveJob) -> None:
-        """The job is computed for the first time."""
-
-    def on_update(self, job: ActiveJob, update: RequestUpdate) -> None:
-        """A step made tokens for the job, or ended it."""
-
-    def on_cancel(self, job: ActiveJob) -> None:
-        """The caller wants no more of it; the scheduler may or may not know the job."""
-
-    def num_intake(self) -> int:
-        """Jobs that are here and not yet in the scheduler."""
-
-    def next_deadline(self) -> float | None:
-        """On the monotonic clock: when `act` is due even if nothing happens."""
-
-    def transfers(self) -> TransferCounts: ...
 
 
 class Listener(Protocol):
@@ -129,8 +106,7 @@ class EngineHost:
         self._event_sequence = 0
         self._healthy = True
         self._stopping = False
-        self._draining = False
-        self._drained: list[Callable[[], object]] = []  # to be called when no job is left
+        self._drain = Drain()
         self._unanswered: set[Callable[[], object]] = set()  # to be called if the node stops
         self._thread = threading.Thread(target=self._run, name=f"engine-{info.node_id}")
 
@@ -162,23 +138,27 @@ class EngineHost:
         self._commands.append(command)
         self._activity.set()
 
-    def submit(
-        self, job: JobT, accept: Callable[[JobT], None], *, min_tokens: int | None = None
-    ) -> None:
-        """Take the job, and `accept` it on the engine's thread between two steps.
+    @property
+    def role(self) -> RolePolicy:
+        """The role of the node now."""
+        return self._role
 
+    def submit(self, job: JobT, role: TakesJobs[JobT], *, min_tokens: int | None = None) -> None:
+        """Take the job, and have the role accept it on the engine's thread between two steps.
+
+        If the node has drained, or has another role, by then, the job fails as it would here.
         `min_tokens`: of its output that this node has to make, if not all.
 
         Raises:
             NodeLost: the node does not run any more.
-            Overloaded: too many jobs are here already, too many blocks are in quarantine, or the
-                node drains.
+            NodeDraining: it drains.
+            Overloaded: too many jobs are here already, or too many blocks are in quarantine.
             PromptTooLong: it could never be computed here.
             InvalidRequest: nor could as many output tokens as it must have.
         """
         self._check_runs()
-        if self._draining:
-            raise Overloaded(f"node {self.info.node_id} is draining", retry_after_s=1.0)
+        if not self._drain.taking:
+            raise self._draining_error()
         if len(self.jobs) + len(self._pending) >= self._max_jobs:
             raise Overloaded(
                 f"node {self.info.node_id} has {self._max_jobs} requests already", retry_after_s=1.0
@@ -189,7 +169,10 @@ class EngineHost:
             min_tokens = job.request.sampling.min_tokens
         self.engine.scheduler.check_fits(num_prompt, num_emitted, min_tokens)
         self._pending[str(job.ticket)] = num_prompt + num_emitted
-        self.post(lambda: accept(job))
+        self.post(lambda: self._accept(job, role))
+
+    def _draining_error(self) -> NodeDraining:
+        return NodeDraining(f"node {self.info.node_id} is draining")
 
     def _check_runs(self) -> None:
         if not self._healthy or self._stopping:
@@ -205,20 +188,72 @@ class EngineHost:
             )
 
     def status(self) -> NodeStatus:
-        """As of the last step."""
+        """As of the last step, and without what only people look at."""
         return self._status
 
-    async def drain(self) -> None:
-        """Refuse new jobs and return when those under way have ended, or the node has."""
-        self._draining = True
+    def full_status(self) -> NodeStatus:
+        """With each of the transfers that are under way."""
+        status, role = self._status, self._role
+        if not (status.healthy and status.transfers.active):
+            return status
+        transfers = msgspec.structs.replace(status.transfers, live=role.live())
+        return msgspec.structs.replace(status, transfers=transfers)
+
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """Refuse new jobs and return when those under way have ended, or the node has.
+
+        Those that have not after `timeout_s` are given back to their callers. Hand-offs are waited
+        for, too: KV that a peer still receives, and blocks to which a peer might still write. With
+        a deadline that is not for long; what is left of them then does no harm but to this node's
+        blocks.
+        """
+        self._drain.begin(None if timeout_s is None else time.monotonic() + timeout_s)
         paused = self._status.paused
         if paused is not None:
             logger.warning("%s drains, but is paused: %s", self.info.node_id, paused)
         drained = asyncio.Event()
-        self._drained.append(partial(_call_soon, asyncio.get_running_loop(), drained.set))
+        release = partial(_call_soon, asyncio.get_running_loop(), drained.set)
+        self._drain.wait(release)
         self.wake()
-        if self._healthy:  # else its thread may have looked for the last time
-            await drained.wait()  # as long as the jobs take; whoever cannot wait stops the node
+        try:
+            if self._healthy:  # else its thread may have looked for the last time
+                await drained.wait()  # as long as the jobs take, or the caller has patience
+        finally:
+            self._drain.forget(release)
+
+    async def undrain(self) -> None:
+        """Take jobs again, at once. Drains that are waited for have ended by that.
+
+        Raises NodeLost: the node does not run any more.
+        """
+        self._drain.end()
+        await self._ask(lambda: None)  # so that its status says so
+
+    async def change_role(self, change: RoleChange) -> None:
+        """Drain, be what `change` says, and take jobs again.
+
+        A caller that does not wait so long leaves the node in the role that it has.
+
+        Raises:
+            NodeLost: the node does not run any more.
+            Overloaded: somebody undrained it, or changed its role, meanwhile.
+        """
+        self._check_runs()
+        was_taking = self._drain.taking
+        changed = False
+        try:
+            await self.drain()
+            changed = await self._ask(partial(self._become, change))
+        finally:
+            if was_taking and not changed:
+                self._drain.end()
+                self.wake()
+        if not changed:
+            raise Overloaded(
+                f"node {self.info.node_id} was undrained, or got another role, before it could "
+                f"become a {change.info.role} node",
+                retry_after_s=1.0,
+            )
 
     async def snapshot(self) -> CacheSnapshot:
         """What can be hit now, as of a number in the sequence of block events."""
@@ -297,11 +332,30 @@ class EngineHost:
         """Seconds of the wall clock, as timelines have them."""
         return self._clock()
 
+    def _accept(self, job: JobT, role: TakesJobs[JobT]) -> None:
+        """As long as nothing has ended the role for which the job was taken."""
+        if role is not self._role:
+            self._refuse(job, WrongRole(f"node {self.info.node_id} is {self.info.role} by now"))
+        elif self._drain.drained:
+            self._refuse(job, self._draining_error())
+        else:
+            role.accept(job)
+
+    def _refuse(self, job: Job, error: KvrelayError) -> None:
+        self._pending.pop(str(job.ticket), None)
+        active = ActiveJob(job)
+        self.emit(active, active.delta(failure=Failure(error.label, str(error), retryable=True)))
+
     def add_job(self, active: ActiveJob) -> None:
         """The node has the job; the scheduler does not know of it yet."""
         self._pending.pop(active.key, None)
         active.timeline.prefill_queued = self.now
         self.jobs[active.key] = active
+
+    def pass_on(self, active: ActiveJob, job: Job) -> None:
+        """What the node has of an older attempt is this attempt's from now on."""
+        self._pending.pop(str(job.ticket), None)
+        active.job = job
 
     def add_request(self, request: Request) -> None:
         """The scheduler may compute the job."""
@@ -328,8 +382,12 @@ class EngineHost:
     def fail_job(self, active: ActiveJob, error: KvrelayError, *, retryable: bool) -> None:
         """End the job unhappily, in the scheduler as well."""
         self.engine.scheduler.finish_requests([active.key], RequestStatus.FINISHED_ERROR)
-        self.emit(active, active.delta(failure=Failure(error.label, str(error), retryable)))
+        self.tell_failure(active, error, retryable=retryable)
         self.end_job(active)
+
+    def tell_failure(self, active: ActiveJob, error: KvrelayError, *, retryable: bool) -> None:
+        """The attempt has failed. What it has here stays, for another one."""
+        self.emit(active, active.delta(failure=Failure(error.label, str(error), retryable)))
 
     def drop_job(self, active: ActiveJob) -> None:
         """End the job without another word: whoever has to know does."""
@@ -383,6 +441,7 @@ class EngineHost:
             active = self.jobs.get(update.request.request_id)
             if active is not None:
                 self._role.on_update(active, update)
+        self._give_back_overdue()
         self._deliver()
         self._publish()
         self._tell_drained()
@@ -425,19 +484,48 @@ class EngineHost:
             self._listener.on_blocks(self.info, batch)
         self._listener.on_status(self.info, self._status)
 
-    def _tell_drained(self) -> None:
-        if not (self.jobs or self._commands or self._status.transfers.active):
-            self._end_drains()
+    def _give_back_overdue(self) -> None:
+        """The node was to be drained by now: what is left of its jobs may be done elsewhere."""
+        now = time.monotonic()
+        if not self._drain.is_overdue(now):
+            return
+        is_patient = not self._drain.is_overdue(now, HANDOFF_GRACE_S)
+        for active in list(self.jobs.values()):
+            if not (is_patient and self._role.ends_soon(active)):
+                self._give_back(active)
 
-    def _end_drains(self) -> None:
-        while self._drained:
-            self._drained.pop()()
+    def _give_back(self, active: ActiveJob) -> None:
+        self._role.on_give_back(active)
+        self.fail_job(active, self._draining_error(), retryable=True)
+        self._role.on_cancel(active)
+
+    def _tell_drained(self) -> None:
+        if not self._drain.taking and self._is_empty:
+            self._drain.note_empty()
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether no job is here, nor on its way in. Hand-offs are waited for, but not for ever."""
+        if self.jobs or self._commands or self._pending:
+            return False
+        overdue = self._drain.is_overdue(time.monotonic(), HANDOFF_GRACE_S)
+        return overdue or not self._status.transfers.active
+
+    def _become(self, change: RoleChange) -> bool:
+        """Whether nothing has happened that it was not planned for."""
+        next_generation = self.info.generation + 1
+        if not self._drain.drained or change.info.generation != next_generation:
+            return False
+        self.engine.scheduler.reconfigure(change.scheduler)
+        self._role, self.info = change.policy, change.info
+        self._drain.end()
+        return True
 
     def _idle_s(self) -> float:
-        deadline = self._role.next_deadline()
-        if deadline is None:
-            return HEARTBEAT_S
-        return min(HEARTBEAT_S, max(0.0, deadline - time.monotonic()))
+        now = time.monotonic()
+        times = (self._role.next_deadline(), self._drain.next_time(now))
+        deadline = min((t for t in times if t is not None), default=now + HEARTBEAT_S)
+        return min(HEARTBEAT_S, max(0.0, deadline - now))
 
     def _shut_down(self) -> None:
         """Callers hear of it first: they need not wait for transfers that are under way."""
@@ -446,7 +534,7 @@ class EngineHost:
             streams = list(self._streams.values())
         for stream in streams:
             stream.close()
-        self._end_drains()
+        self._drain.release()
         for give_up in list(self._unanswered):
             give_up()
         self.engine.close()
@@ -475,7 +563,7 @@ class EngineHost:
             node_id=self.info.node_id,
             role=self.info.role,
             healthy=self._healthy,
-            draining=self._draining,
+            draining=not self._drain.taking,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(self._pending),
             num_skipped_waiting=len(scheduler.skipped_waiting),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from engine.host import EngineHost, RolePolicy
+from engine.host import EngineHost
+from engine.role_policy import RolePolicy
 from protocol import CacheSnapshot, NodeInfo, NodeStatus, OutputBatch, PauseMode
 
 
@@ -33,10 +34,13 @@ class LocalNode:
         self.host.post(lambda: self.host.cancel(request_id))
 
     async def status(self) -> NodeStatus:
-        return self.host.status()
+        return self.host.full_status()
 
-    async def drain(self) -> None:
-        await self.host.drain()
+    async def drain(self, timeout_s: float | None = None) -> None:
+        await self.host.drain(timeout_s)
+
+    async def undrain(self) -> None:
+        await self.host.undrain()
 
     async def snapshot(self) -> CacheSnapshot:
         return await self.host.snapshot()

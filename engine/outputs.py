@@ -20,7 +20,7 @@ class OutputStream:
         self._batches: deque[OutputBatch] = deque()
         self._lock = threading.Lock()
         self._closed = False
-        self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event, int] | None = None
 
     def put(self, batch: OutputBatch) -> bool:
         """False if the caller does not read any more."""
@@ -39,9 +39,12 @@ class OutputStream:
     def _wake(self) -> bool:
         if self._reader is None:
             return True
-        loop, event = self._reader
+        loop, event, thread = self._reader
         try:
-            loop.call_soon_threadsafe(event.set)
+            if thread == threading.get_ident() and not loop.is_closed():
+                event.set()  # the loop need not be woken from its sleep: it runs
+            else:
+                loop.call_soon_threadsafe(event.set)
         except RuntimeError:  # its event loop is closed
             return False
         return True
@@ -50,7 +53,7 @@ class OutputStream:
         """All batches in order, until `close`."""
         event = asyncio.Event()
         with self._lock:
-            self._reader = (asyncio.get_running_loop(), event)
+            self._reader = (asyncio.get_running_loop(), event, threading.get_ident())
         try:
             while True:
                 event.clear()

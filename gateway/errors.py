@@ -126,9 +126,14 @@ def _param(error: KvrelayError) -> str | None:
     return "model" if isinstance(error, ModelNotFound) else None
 
 
+_REPLACED_S = 5  # a node that has died is about to be there again
+
+
 def _headers(error: KvrelayError) -> dict[str, str]:
     if isinstance(error, Overloaded):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+    if isinstance(error, NoHealthyNode):
+        return {"Retry-After": str(_REPLACED_S)}
     return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
 
 

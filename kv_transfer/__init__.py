@@ -3,7 +3,7 @@
 from kv_transfer.connector import BaseConnector, KVConnector
 from kv_transfer.custom import ConnectorContext, load_connector
 from kv_transfer.digest import Digester, ThreadDigester
-from kv_transfer.envelope import BadMessage, Envelopes
+from kv_transfer.envelope import BadMessage, Envelopes, OtherVersion
 from kv_transfer.events import EventKind, HandoffEvent
 from kv_transfer.extents import Extents
 from kv_transfer.handoff import HandoffConnector
@@ -50,6 +50,7 @@ __all__ = [
     "MemoryTransport",
     "MultiConnector",
     "OnTransferFailure",
+    "OtherVersion",
     "PeerLost",
     "PeerPool",
     "PeerRefused",

@@ -38,6 +38,7 @@ class Desk:
         self.ended: Counter[HandoffState] = Counter()
         self.failures: Counter[Reason] = Counter()
         self.outcomes: Counter[str] = Counter()  # what the node did about failures
+        self.retargeted: Counter[str] = Counter()  # what became of a reservation, with another P
         self._outbox: list[tuple[str, Message]] = []
 
     @property
@@ -63,6 +64,10 @@ class Desk:
         self, kind: EventKind, request_id: str, reason: Reason | None = None, detail: str = ""
     ) -> None:
         self.events.append(HandoffEvent(kind, request_id, reason, detail, self.clock()))
+
+    def forget_events(self, request_id: str) -> None:
+        """What was told of it, and not heard yet, is not true any more."""
+        self.events = [event for event in self.events if event.request_id != request_id]
 
     def log_end(
         self, ticket: HandoffTicket, state: HandoffState, reason: Reason | None, detail: str

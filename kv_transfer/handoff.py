@@ -6,6 +6,7 @@ are those that it receives (receive_side.py). It is used from the engine's threa
 
     P  add_source ─ build_connector_meta ─ start_load_kv … request_finished ─ poll: push, commit
     D  add_sink ─ (STARTED) ─ update_state_after_alloc: destination ─ poll: commit ─ get_finished
+                                       ▲ (LOST) ─ retarget_sink: from another P
 
 `poll` moves everything on that can move. What the node has to know it gets from `take_events`.
 """
@@ -36,6 +37,7 @@ from protocol import (
     FinishReason,
     HandoffTicket,
     KVConnectorOutput,
+    LiveTransfer,
     RequestView,
     StepView,
     TransferCounts,
@@ -85,16 +87,36 @@ class HandoffConnector(BaseConnector):
 
     # ------------------------------------------------------------------ jobs come in
 
-    def add_source(self, ticket: HandoffTicket, peer: str, arrival_time: float) -> None:
+    def add_source(
+        self,
+        ticket: HandoffTicket,
+        peer: str,
+        arrival_time: float,
+        known_tokens: Sequence[int] = (),
+    ) -> None:
         """This node will compute the request and push it to `peer`.
 
+        `known_tokens` go with it instead of what is sampled: the client has them already.
         Raises PeerUnreachable: nothing that this node speaks leads to `peer`.
         """
-        self._push.add(ticket, peer, arrival_time)
+        self._push.add(ticket, peer, arrival_time, tuple(known_tokens))
 
     def abandon_source(self, request_id: str) -> None:
         """The request is wanted no more, wherever its hand-off is. Harmless if there is none."""
-        self._push.abandon(request_id)
+        self._push.abandon(request_id, Reason.CANCELLED)
+
+    def leave(self, request_id: str) -> None:
+        """This node drains, and is about to end the request: the peer hears why.
+
+        Harmless if there is no hand-off of it.
+        """
+        self._push.abandon(request_id, Reason.DRAINING)
+        self._receive.abandon(request_id, Reason.DRAINING)
+
+    def moves(self, request_id: str) -> bool:
+        """Whether the push of this request goes on by itself, as the peer has room, or is over."""
+        source = self.sources.get(request_id)
+        return source is None or source.state in (HandoffState.READY, HandoffState.PUSHING)
 
     def add_sink(self, ticket: HandoffTicket, peer: str) -> bool:
         """This node will receive the request from `peer`; whether that has started already.
@@ -102,6 +124,15 @@ class HandoffConnector(BaseConnector):
         Raises PeerUnreachable: nothing that this node speaks leads to `peer`.
         """
         return self._receive.add(ticket, peer)
+
+    def retarget_sink(self, request_id: str, ticket: HandoffTicket, peer: str) -> bool:
+        """This node will receive a request that the scheduler knows from `peer` instead.
+
+        It keeps its place and its blocks. False: its KV is here already; or the P that had it may
+        still write to its blocks, so that the request has to end, and to start over with others.
+        Raises PeerUnreachable, as `add_sink`: nothing has changed.
+        """
+        return self._receive.retarget(request_id, ticket, peer)
 
     def drop_sink(self, request_id: str, reason: Reason) -> None:
         """Forget a hand-off for which the scheduler was never asked."""
@@ -155,8 +186,8 @@ class HandoffConnector(BaseConnector):
         if source is None:
             return False
         reason = request.finish_reason
-        # A request that is computed a second time has had its first token long ago.
-        handed_off = reason is FinishReason.LENGTH or source.first_tokens is not None
+        # Of some requests the first token is known, whatever is sampled now.
+        handed_off = reason is FinishReason.LENGTH or source.knows_tokens
         if handed_off and reason in (FinishReason.LENGTH, FinishReason.STOP):
             return self._push.completed(source, request, block_ids)
         if reason is FinishReason.STOP:
@@ -281,7 +312,7 @@ class HandoffConnector(BaseConnector):
     # ------------------------------------------------------------------ looking in from outside
 
     def counts(self) -> TransferCounts:
-        """Since the start, and what is under way now."""
+        """Since the start; of what is under way only the number."""
         desk, push, ended = self._desk, self._push, self._desk.ended
         return TransferCounts(
             active=push.num_active + len(self.sinks),
@@ -294,5 +325,9 @@ class HandoffConnector(BaseConnector):
             seconds=push.seconds,
             reasons={reason.value: count for reason, count in desk.failures.items()},
             outcomes=dict(desk.outcomes),
-            live=live_transfers(self.sources.values(), self.sinks.values(), self._clock()),
+            retargeted=dict(desk.retargeted),
         )
+
+    def live(self) -> tuple[LiveTransfer, ...]:
+        """What is under way. Any thread may look, and sees what changes as it is."""
+        return live_transfers(list(self.sources.values()), list(self.sinks.values()), self._clock())

@@ -9,7 +9,7 @@ from kv_transfer.sink import HandoffSink
 from kv_transfer.source import HandoffSource
 from protocol import LiveTransfer, TransferDirection
 
-MAX_SHOWN = 64  # of each node; a status goes out with every step
+MAX_SHOWN = 64  # of each node
 
 
 def live_transfers(

@@ -75,7 +75,9 @@ class PushSide:
 
     # ------------------------------------------------------------------ the scheduler's side
 
-    def add(self, ticket: HandoffTicket, peer: str, arrival_time: float) -> None:
+    def add(
+        self, ticket: HandoffTicket, peer: str, arrival_time: float, known_tokens: tuple[int, ...]
+    ) -> None:
         """Raises PeerUnreachable: there is no way to `peer`."""
         desk, now = self._desk, self._desk.clock()
         peer = desk.transport.resolve(peer)
@@ -86,6 +88,7 @@ class PushSide:
             arrival_time=arrival_time,
             layout=desk.pool.layout,
             with_checksums=desk.config.checksums,
+            known_tokens=known_tokens,
             started_at=now,
             deadline=now + desk.config.reserve_timeout_s,
             heartbeat_at=now + desk.config.heartbeat_s,
@@ -93,11 +96,11 @@ class PushSide:
         self.sources[source.request_id] = source
         self._look_at_peer(source)
 
-    def abandon(self, request_id: str) -> None:
-        """The request is wanted no more. Harmless if there is none."""
+    def abandon(self, request_id: str, reason: Reason) -> None:
+        """The request is wanted here no more. Harmless if there is none."""
         source = self.sources.get(request_id)
         if source is not None:
-            source.end(Reason.CANCELLED)
+            source.end(reason)
 
     def admitted(self, request: RequestView) -> None:
         """The scheduler begins to compute the request."""
@@ -296,7 +299,8 @@ class PushSide:
             case Cancel():
                 source = self._find(peer, message.ticket)
                 if source is not None:
-                    source.end(Reason.PEER_CANCELLED)
+                    drains = message.reason is Reason.DRAINING
+                    source.end(Reason.DRAINING if drains else Reason.PEER_CANCELLED)
             case Revoke():
                 self._on_revoke(peer, message)
 

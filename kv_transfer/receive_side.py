@@ -1,12 +1,15 @@
 """D's side of a connector: the hand-offs that this node receives.
 
     add ─ (PrefillStarted) ─ reserve ─ open: destination … commit, verified ─ recving
+                                 ▲                 └ lost ─ retarget: another P, the same blocks
+                                 └──────────────────────────────┘
 
 Nothing here waits. What is asked of P and not answered is asked again.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -40,6 +43,7 @@ class ReceiveSide:
         self.sinks: dict[str, HandoffSink] = {}
         self.recving: dict[str, tuple[int, ...]] = {}  # loads that have ended, with their tokens
         self.revoked: list[str] = []  # loads whose blocks P does not want any more
+        self._by_ticket: dict[HandoffTicket, HandoffSink] = {}  # the same, for messages
         self._early: dict[HandoffTicket, tuple[str, float]] = {}  # starts before the job came
         self._reserved: list[HandoffSink] = []  # with the step that is being planned
         self._over: OrderedDict[HandoffTicket, None] = OrderedDict()
@@ -52,23 +56,52 @@ class ReceiveSide:
 
     def add(self, ticket: HandoffTicket, peer: str) -> bool:
         """Whether P has started already. Raises PeerUnreachable: there is no way to `peer`."""
+        peer, now, deadline = self._meet(peer)
+        return self._begin(HandoffSink(ticket, peer, started_at=now, deadline=deadline))
+
+    def retarget(self, request_id: str, ticket: HandoffTicket, peer: str) -> bool:
+        """Have the KV of a request come from another P; it keeps its place and its blocks.
+
+        False: its KV is here already, or the old P may still write to its blocks, and gets no heir.
+        Raises PeerUnreachable: there is no way to `peer`. What was before goes on.
+        """
+        sink = self.sinks.get(request_id)
+        if sink is None or sink.released:
+            return False
+        peer, now, deadline = self._meet(peer)
+        self._end(sink, Reason.CANCELLED)
+        if not self._fence(sink):
+            self._desk.retargeted["given_up"] += 1
+            return False
+        self._forget(sink)
+        self._desk.forget_events(request_id)
+        heir = sink.heir(ticket, peer, now, deadline)
+        self._reserved = [other for other in self._reserved if other is not sink]
+        if heir.inherited:  # the old step may not have begun; the new P waits for the next one
+            self._reserved.append(heir)
+        self._desk.retargeted["kept" if heir.inherited else "queued"] += 1
+        self._begin(heir)
+        return True
+
+    def _meet(self, peer: str) -> tuple[str, float, float]:
+        """The transport's name of the peer, the time, and until when it has to start."""
         desk, now = self._desk, self._desk.clock()
         peer = desk.transport.resolve(peer)
         desk.transport.connect(peer)  # so that its death is noticed before it has said a word
-        deadline = now + desk.config.reserve_timeout_s
-        sink = HandoffSink(ticket, peer, started_at=now, deadline=deadline)
-        self.sinks[sink.request_id] = sink
-        starter, _ = self._early.pop(ticket, ("", 0.0))
-        if starter == peer:
+        return peer, now, now + desk.config.reserve_timeout_s
+
+    def _begin(self, sink: HandoffSink) -> bool:
+        """Whether P has started already."""
+        self.sinks[sink.request_id] = self._by_ticket[sink.ticket] = sink
+        starter, _ = self._early.pop(sink.ticket, ("", 0.0))
+        if starter == sink.peer:
             self._note_start(sink)
         return sink.started
 
     def drop(self, request_id: str, reason: Reason) -> None:
         """Forget a hand-off for which the scheduler was never asked."""
         sink = self.sinks[request_id]
-        if not sink.state.ended:
-            sink.end(reason)
-            self._cancel(sink)
+        self._end(sink, reason)
         self._forget(sink)
 
     def reserve(
@@ -85,7 +118,8 @@ class ReceiveSide:
                 continue  # P gave up meanwhile, or the blocks were taken back
             self._desk.transport.open(sink.ticket, sink.peer, sink.block_ids)
             sink.opened = True
-            self._desk.tell(EventKind.RESERVED, sink.request_id)
+            if not sink.inherited:
+                self._desk.tell(EventKind.RESERVED, sink.request_id)
             if sink.started:  # else P may not even have the job, and is told when it starts
                 self._renew(sink)
                 self._desk.send(sink.peer, sink.destination())
@@ -98,7 +132,7 @@ class ReceiveSide:
         sink = self.sinks.get(request_id)
         if sink is None or not sink.revocable:
             return False
-        if not sink.offered:
+        if sink.fenced or not sink.offered:
             self._take_back(sink)
         elif not sink.revoking:
             self._ask_back(sink)
@@ -107,9 +141,13 @@ class ReceiveSide:
     def release(self, sink: HandoffSink) -> None:
         """The request has ended here before its KV was there."""
         sink.released = True
-        if not sink.state.ended:
-            sink.end(Reason.CANCELLED)
-            self._cancel(sink)
+        self._end(sink, Reason.CANCELLED)
+
+    def abandon(self, request_id: str, reason: Reason) -> None:
+        """The request is wanted here no more, and is about to end. Harmless if there is none."""
+        sink = self.sinks.get(request_id)
+        if sink is not None:
+            self._end(sink, reason)
 
     # ------------------------------------------------------------------ moving on
 
@@ -126,7 +164,7 @@ class ReceiveSide:
     def next_deadline(self) -> float | None:
         times = [deadline for _, deadline in self._early.values()]
         for sink in self.sinks.values():
-            if not sink.state.ended:
+            if not sink.state.ended or sink.kept:
                 times.append(sink.deadline)
             if self._asks(sink):
                 times.append(sink.ask_at)
@@ -145,6 +183,12 @@ class ReceiveSide:
                 self._desk.send(sink.peer, Cancel(sink.ticket, Reason.CANCELLED))
 
     @staticmethod
+    def _leaves_word_to(sink: HandoffSink, now: float) -> bool:
+        """Whether P may end its writes: a fence would fail them before P hears that D drains."""
+        polite = sink.reason is Reason.DRAINING and sink.offered
+        return polite and not sink.fenced and now <= sink.ask_at
+
+    @staticmethod
     def _asks(sink: HandoffSink) -> bool:
         """Whether P owes an answer: that it writes no more."""
         return sink.revoking or (sink.state.ended and not sink.fenced)
@@ -158,32 +202,47 @@ class ReceiveSide:
         if not sink.state.ended and now > sink.deadline:
             self._lose(sink, Reason.DEADLINE)
             self._cancel(sink)
-        if sink.state.ended:
-            # Also where P gave proof: the ticket is over. What P never knew, it cannot write to.
-            proven = self._desk.transport.fence(sink.ticket) or not sink.offered
-            sink.fenced = sink.fenced or proven
+        if sink.state.ended and not self._leaves_word_to(sink, now):
+            self._fence(sink)
             self._settle_ended(sink)
         if self._asks(sink) and now > sink.ask_at:
             self._ask_back(sink) if sink.revoking else self._cancel(sink)
 
+    def _fence(self, sink: HandoffSink) -> bool:
+        """Close the ticket; whether there is proof that P writes to its blocks no more."""
+        # Also where P gave proof: the ticket is over. What P never knew, it cannot write to.
+        proven = self._desk.transport.fence(sink.ticket) or not sink.offered
+        sink.fenced = sink.fenced or proven
+        return sink.fenced
+
     def _settle_ended(self, sink: HandoffSink) -> None:
+        if sink.kept and self._desk.clock() > sink.deadline:
+            sink.deadline = math.inf
+            self._desk.tell(EventKind.LAPSED, sink.request_id)
         if sink.fenced and (sink.state is HandoffState.COMMITTED or sink.released):
             self._forget(sink)
             if sink.block_ids:
                 self.recving[sink.request_id] = sink.tokens
 
     def _forget(self, sink: HandoffSink) -> None:
-        del self.sinks[sink.request_id]
+        del self.sinks[sink.request_id], self._by_ticket[sink.ticket]
         self._desk.count(sink.state, sink.reason)
         self._over[sink.ticket] = None
         if len(self._over) > _MAX_OVER:
             self._over.popitem(last=False)
+
+    def _end(self, sink: HandoffSink, reason: Reason) -> None:
+        if not sink.state.ended:
+            sink.end(reason)
+            self._cancel(sink)
 
     def _lose(self, sink: HandoffSink, reason: Reason, detail: str = "") -> None:
         sink.end(reason, detail)
         self._note_loss(sink)
 
     def _note_loss(self, sink: HandoffSink) -> None:
+        """Another P may take over. Until then, blocks are idle: so not for ever."""
+        sink.deadline = self._desk.clock() + self._desk.config.transfer_timeout_s
         self._desk.tell(EventKind.LOST, sink.request_id, sink.reason, sink.detail)
         self._desk.log_end(sink.ticket, sink.state, sink.reason, sink.detail)
 
@@ -215,7 +274,7 @@ class ReceiveSide:
     # ------------------------------------------------------------------ messages
 
     def receive(self, peer: str, message: FromPrefill) -> None:
-        sink = self.sinks.get(str(message.ticket))
+        sink = self._by_ticket.get(message.ticket)
         if isinstance(message, Commit):
             # Also one that nobody waits for any more, or not yet: P need not say it again.
             self._desk.send(peer, Arrived(message.ticket))

@@ -22,11 +22,13 @@ class HandoffSink:
            └──────────────────────────┘
 
     `fenced` is proof that P can write to `block_ids` no more; before that, they may not be handed
-    out again, whatever happened to the request.
+    out again, whatever happened to the request. Once there is proof, a hand-off that has failed can
+    have an *heir*: from another P, into the same blocks. Until it has, the blocks are *kept*.
     """
 
     ticket: HandoffTicket
     peer: str
+    request_id: str = ""  # the scheduler's name; that of the first attempt, if there are heirs
     started_at: float = 0.0
     state: HandoffState = HandoffState.RESERVING
     reason: Reason | None = None
@@ -40,6 +42,7 @@ class HandoffSink:
     ask_at: float = 0.0  # again, for what was not answered
     started: bool = False  # P has started: it lives, and gives signs of it
     opened: bool = False  # the transport lets P write
+    inherited: bool = False  # the blocks are those of an attempt before
     offered: bool = False  # P knows the blocks
     revoking: bool = False  # P was asked to give them back
     released: bool = False  # the request has ended here; only its blocks remain
@@ -47,15 +50,20 @@ class HandoffSink:
     commit: Commit | None = None  # being verified
     _digest: Digest | None = None
 
+    def __post_init__(self) -> None:
+        self.request_id = self.request_id or str(self.ticket)
+
     @property
-    def request_id(self) -> str:
-        """The scheduler's name of this attempt."""
-        return str(self.ticket)
+    def kept(self) -> bool:
+        """Whether P is lost, and the request waits for another."""
+        return self.state.ended and self.state is not HandoffState.COMMITTED and not self.released
 
     @property
     def revocable(self) -> bool:
-        """Whether blocks are reserved and, as far as is known here, P does not write yet."""
-        return self.state is HandoffState.READY and self.commit is None
+        """Whether blocks are reserved and, as far as is known here, P does not write (yet)."""
+        if self.state is HandoffState.READY:
+            return self.commit is None
+        return self.kept and self.fenced and bool(self.block_ids)
 
     def reserve(self, first_block: int, block_ids: Sequence[int], num_tokens: int) -> None:
         """The scheduler gave blocks; `first_block` is the number of the first in the prompt."""
@@ -71,9 +79,31 @@ class HandoffSink:
 
     def take_back(self) -> None:
         """The blocks are the scheduler's again. P cannot write to them, or does not know them."""
-        self.state = self.state.then(HandoffState.RESERVING)
+        if not self.state.ended:
+            self.state = self.state.then(HandoffState.RESERVING)
         self.block_ids = ()
-        self.opened = self.offered = self.revoking = False
+        self.inherited = self.opened = self.offered = self.revoking = False
+
+    def heir(
+        self, ticket: HandoffTicket, peer: str, started_at: float, deadline: float
+    ) -> HandoffSink:
+        """A hand-off of the same request, from another P, into the blocks that there are."""
+        assert self.kept
+        assert self.fenced
+        reserved = bool(self.block_ids)
+        return HandoffSink(
+            ticket,
+            peer,
+            self.request_id,
+            started_at=started_at,
+            deadline=deadline,
+            state=HandoffState.READY if reserved else HandoffState.RESERVING,
+            reservation=int(reserved),
+            inherited=reserved,
+            first_block=self.first_block,
+            block_ids=self.block_ids,
+            num_tokens=self.num_tokens,
+        )
 
     def push_begins(self) -> None:
         if self.state is HandoffState.READY:

@@ -42,6 +42,7 @@ class HandoffSource:
     arrival_time: float
     layout: BlockLayout
     with_checksums: bool = True
+    known_tokens: tuple[int, ...] = ()  # that go with the commit, whatever is sampled
     started_at: float = 0.0
     state: HandoffState = HandoffState.RESERVING
     reason: Reason | None = None
@@ -127,7 +128,12 @@ class HandoffSource:
     def note_tokens(self, tokens: Sequence[int]) -> None:
         """These were sampled after the prompt. What a second run samples is the same."""
         if self.first_tokens is None:
-            self.first_tokens = tuple(tokens)
+            self.first_tokens = self.known_tokens or tuple(tokens)
+
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether what is sampled does not matter: the client has it already."""
+        return bool(self.known_tokens) or self.first_tokens is not None
 
     def complete(self, table: Sequence[int], num_tokens: int) -> None:
         """All `num_tokens` tokens are computed."""

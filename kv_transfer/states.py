@@ -64,12 +64,15 @@ class Reason(enum.StrEnum):
     LAYOUT = "layout"
     WRITE_FAILED = "write_failed"
     PREFILL_FAILED = "prefill_failed"
+    DRAINING = "draining"  # one of the two nodes, which does not take until the end
 
 
 def ended_state(reason: Reason) -> HandoffState:
     """The end state that goes with a reason."""
     match reason:
-        case Reason.ENDED_BY_FIRST_TOKEN | Reason.CANCELLED | Reason.PEER_CANCELLED:
+        case (
+            Reason.ENDED_BY_FIRST_TOKEN | Reason.CANCELLED | Reason.PEER_CANCELLED | Reason.DRAINING
+        ):
             return HandoffState.ABORTED
         case Reason.DEADLINE:
             return HandoffState.EXPIRED

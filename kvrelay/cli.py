@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvrelay import __version__
+from kvrelay.cluster_commands import COMMANDS as CLUSTER_COMMANDS
 from kvrelay.model_options import DEFAULT_MODEL, CacheDir, cache_dir_of
 from kvrelay.serve_options import serve
 from protocol import ConfigError, KvrelayError
@@ -26,6 +27,8 @@ models = typer.Typer(
     invoke_without_command=True, rich_markup_mode=None, help="Find, fetch and convert models."
 )
 app.command()(serve)
+for command in CLUSTER_COMMANDS:
+    app.command()(command)
 app.add_typer(models, name="models")
 
 
@@ -71,7 +74,8 @@ def schedule(
     ] = DEFAULT_MAX_STEPS,
 ) -> None:
     """Show step by step what the scheduler decides for a small scenario, without a model."""
-    from kvrelay.schedule_command import ScheduleCommand, make_console
+    from kvrelay.console import make_console
+    from kvrelay.schedule_command import ScheduleCommand
 
     ScheduleCommand(file, html, steps, make_console()).run()
 

@@ -27,6 +27,7 @@ OPTIONS: Mapping[str, str] = {
     "processes": "processes",
     "prefill.count": "prefill",
     "decode.count": "decode",
+    "unified.count": "unified",
     "cache.block_size": "block_size",
     "cache.kv_memory": "kv_memory",
     "cache.enable_prefix_caching": "prefix_caching",
@@ -48,10 +49,18 @@ class Deployment:
     settings: ClusterFile
     file: YamlFile | None
     given: frozenset[str]  # places of what the command line says
+    named: frozenset[str] = frozenset()  # of those, the ones that were given by their place
 
     @classmethod
-    def read(cls, path: Path | None, options: Mapping[str, object]) -> Deployment:
+    def read(
+        cls,
+        path: Path | None,
+        options: Mapping[str, object],
+        places: Mapping[str, object] | None = None,
+    ) -> Deployment:
         """Take the settings of a file, if there is one, and over them these options.
+
+        `places`: settings that were given by their place in the file.
 
         Raises:
             ConfigError: the file or an option is wrong.
@@ -59,14 +68,16 @@ class Deployment:
         file = None if path is None else _read(path)
         settings = ClusterFile() if file is None else file.parse(ClusterFile)
         given = {place: options[name] for place, name in OPTIONS.items() if name in options}
-        deployment = cls(settings, file, frozenset(given))
+        named = frozenset(places or ())
+        given |= places or {}
+        deployment = cls(settings, file, frozenset(given), named)
         with deployment.blaming():
             settings = settings.with_settings(given)
             if settings.topology is Topology.UNIFIED and "prefill.count" in given:
                 raise ConfigError(
                     "prefill.count", "a unified cluster has none; --decode is its number of nodes"
                 )
-        return cls(settings, file, frozenset(given))
+        return cls(settings, file, frozenset(given), named)
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:
@@ -76,6 +87,8 @@ class Deployment:
                 yield
         except ConfigError as error:
             place = error.field
+            if place in self.named:
+                raise ConfigError("set", f"{place}: {error.problem}") from error
             if place in OPTIONS and (self.file is None or place in self.given):
                 raise ConfigError(OPTIONS[place], error.problem) from error
             keys = tuple(place.split("."))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from kvrelay.schedule_table import ScheduleTables
 from protocol import ConfigError
 from scheduler.scenario import Ending, ScenarioRun
 from scheduler.scenario_player import play
-
-_PIPED_WIDTH = 100  # columns, where there is no terminal to ask
 
 
 @dataclass(frozen=True)
@@ -45,14 +42,6 @@ class ScheduleCommand:
         if self.html is not None:
             _write(self.html, render_page(self.file.name, schedule.about, played))
             self.console.print(Text(f"wrote {self.html}"), soft_wrap=True)
-
-
-def make_console() -> Console:
-    """As wide as the terminal; what is piped gets lines that fit on a page."""
-    console = Console()
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return Console(width=_PIPED_WIDTH)
 
 
 def describe_end(played: ScenarioRun) -> str:

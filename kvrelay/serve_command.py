@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster import LocalConfig, ServeConfig
-from cluster.server import Cluster, bind, make_cluster, serve, served_model
+from cluster.http_server import bind, served_model, url_of
+from cluster.server import Cluster, make_cluster, serve
 from cluster.sizes import format_size
 from engine.weights import ModelFiles, ModelStore
 from gateway import GatewayConfig
@@ -48,8 +49,8 @@ class ServeCommand:
                 self.console.print(_node_table(cluster))
                 took = time.monotonic() - began
                 self.console.print(
-                    f"[bold green]ready[/bold green]    http://{_url_host(self.serve.host)}:{port}"
-                    f"/v1   (after {took:.1f} s; Ctrl-C stops)",
+                    f"[bold green]ready[/bold green]    {url_of(self.serve.host, port)}"
+                    f"   (after {took:.1f} s; Ctrl-C stops)",
                     soft_wrap=True,
                 )
 
@@ -96,7 +97,3 @@ def _node_table(cluster: Cluster) -> Table:
             str(info.max_model_len),
         )
     return table
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -11,13 +10,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kvrelay.cluster_options import CLUSTER_TOKEN, MIN_TOKEN_CHARACTERS, take_secret
 from kvrelay.model_options import DEFAULT_MODEL, CacheDir, cache_dir_of
 from kvrelay.stop_signals import end_on_stop_signals
 from protocol import ConfigError
 from scheduler import SchedulerKnobs
-
-_CLUSTER_TOKEN = "KVRELAY_CLUSTER_TOKEN"
-_MIN_TOKEN_CHARACTERS = 16
 
 
 def serve(
@@ -37,13 +34,16 @@ def serve(
     ] = None,
     # Nodes.
     topology: Annotated[
-        str, typer.Option(help="disaggregated: prefill and decode nodes; unified: one kind.")
+        str, typer.Option(help="disaggregated: prefill and decode nodes; unified: only one kind.")
     ] = "disaggregated",
     processes: Annotated[bool, typer.Option(help="Run each node in a process of its own.")] = False,
     prefill: Annotated[int, typer.Option(help="Number of prefill nodes.")] = 1,
     decode: Annotated[
         int, typer.Option(help="Number of decode nodes; with topology unified, of all nodes.")
     ] = 1,
+    unified: Annotated[
+        int, typer.Option(help="Number of unified nodes, beside or instead of the others.")
+    ] = 0,
     policy: Annotated[str, typer.Option(help="Routing: kv_aware or round_robin.")] = "kv_aware",
     # The gateway.
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -176,14 +176,14 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Serve a model on this machine: gateway, router, prefill and decode nodes."""
-    _set_up_logging(log_level)
+    set_up_logging(log_level)
     # Here, so that `kvrelay --help` does not wait for a web framework.
     from gateway import GatewayConfig
     from kvrelay.deployment import Deployment
     from kvrelay.serve_command import ServeCommand
 
     end_on_stop_signals(status=0)
-    cluster_token = _take_cluster_token()
+    cluster_token = take_secret(CLUSTER_TOKEN, MIN_TOKEN_CHARACTERS)
     deployment = Deployment.read(config, given_options(context))
     with deployment.blaming():
         ServeCommand(
@@ -202,21 +202,7 @@ def given_options(context: typer.Context) -> dict[str, object]:
     return {name: value for name, value in context.params.items() if name in typed}
 
 
-def _take_cluster_token() -> str | None:
-    """The one that was set, if any. Processes that are started from here on do not see it there.
-
-    Raises:
-        ConfigError: it is so short that it could be guessed.
-    """
-    token = os.environ.pop(_CLUSTER_TOKEN, None)
-    if token is not None and len(token) < _MIN_TOKEN_CHARACTERS:
-        raise ConfigError(
-            _CLUSTER_TOKEN, f"must have at least {_MIN_TOKEN_CHARACTERS} characters, or be unset"
-        )
-    return token
-
-
-def _set_up_logging(level: str) -> None:
+def set_up_logging(level: str) -> None:
     names = ("debug", "info", "warning", "error")
     if level.lower() not in names:
         raise ConfigError("log-level", f"must be one of {', '.join(names)}, not {level!r}")

@@ -1,5 +1,5 @@
 """What is special about prefill? It ends with the first token and pushes the KV away."""
 
-from prefill_node.node import LocalPrefillNode, PrefillRole
+from prefill_node.node import PrefillRole
 
-__all__ = ["LocalPrefillNode", "PrefillRole"]
+__all__ = ["PrefillRole"]

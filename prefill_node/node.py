@@ -4,7 +4,8 @@
               │            └──► finished blocks travel while the next chunk runs
               └── PrefillStarted to D ……… Destination ……… Commit
 
-The request ends here with its first token. Its blocks stay pinned until D has them, unless another
+The request ends here with its first token: that is sampled, or, if the client has some already, the
+last of those, which D is to go on from. Its blocks stay pinned until D has them, unless another
 request lacks blocks: then the youngest pin that D has not reserved for is given up, and computed
 again (mostly from cache) once D has room. So nobody here waits for D, and no circle can close.
 """
@@ -13,14 +14,8 @@ from __future__ import annotations
 
 import msgspec
 
-from engine import ActiveJob, EngineHost, HandoffRole, LocalNode
-from kv_transfer import (
-    EventKind,
-    HandoffConnector,
-    HandoffEvent,
-    PeerUnreachable,
-    Reason,
-)
+from engine import ActiveJob, HandoffRole
+from kv_transfer import EventKind, HandoffEvent, PeerUnreachable, Reason
 from protocol import FinishReason, PrefillJob
 from scheduler import Request, RequestUpdate
 
@@ -34,7 +29,10 @@ class PrefillRole(HandoffRole):
         if job.decode_endpoint is not None:
             try:
                 self._connector.add_source(
-                    job.ticket, job.decode_endpoint, job.request.arrival_time
+                    job.ticket,
+                    job.decode_endpoint,
+                    job.request.arrival_time,
+                    known_tokens=job.emitted[-1:],
                 )
             except PeerUnreachable as error:
                 self._host.fail_job(active, error, retryable=True)
@@ -44,7 +42,7 @@ class PrefillRole(HandoffRole):
     @staticmethod
     def _make_request(active: ActiveJob) -> Request:
         """The request as this node sees it: it ends with the next token."""
-        sampling, last = active.job.request.sampling, len(active.job.emitted) + 1
+        sampling, last = active.job.request.sampling, len(active.forced) + 1
         return active.make_request(
             msgspec.structs.replace(
                 sampling, max_tokens=last, min_tokens=min(sampling.min_tokens, last)
@@ -74,20 +72,21 @@ class PrefillRole(HandoffRole):
 
     def _is_left_to_peer(self, reason: Reason) -> bool:
         """Whether D, which was told, computes the request itself."""
-        told = reason not in (Reason.PEER_LOST, Reason.PEER_REFUSED)
+        told = reason not in (Reason.PEER_LOST, Reason.PEER_REFUSED, Reason.DRAINING)
         return told and self._on_transfer_failure == "recompute"
 
     @staticmethod
     def _has_told(active: ActiveJob) -> bool:
-        """Whether the caller has its first token already."""
-        return active.position > len(active.job.emitted)
+        """Whether the caller has the token that this node samples: told by us, or known before."""
+        return active.position > len(active.forced)
 
     def on_started(self, job: ActiveJob) -> None:
         job.timeline.prefill_started = job.timeline.prefill_started or self._host.now
 
     def on_update(self, job: ActiveJob, update: RequestUpdate) -> None:
         if self._has_told(job):
-            return  # computed a second time for its KV; the token is known
+            job.timeline.prefill_finished = job.timeline.prefill_finished or self._host.now
+            return  # computed for its KV; the token is known
         job.timeline.prefill_finished = self._host.now
         reason = update.request.finish_reason
         goes_on = reason is FinishReason.LENGTH and job.handed_off
@@ -105,17 +104,9 @@ class PrefillRole(HandoffRole):
     def on_cancel(self, job: ActiveJob) -> None:
         self._connector.abandon_source(job.key)
 
+    def ends_soon(self, job: ActiveJob) -> bool:
+        computed = job.timeline.prefill_finished is not None
+        return computed and self._connector.moves(job.key)
+
     def num_intake(self) -> int:
         return 0
-
-
-class LocalPrefillNode(LocalNode):
-    """A prefill node in this process (`protocol.PrefillNode`)."""
-
-    def __init__(self, host: EngineHost, connector: HandoffConnector) -> None:
-        self._role = PrefillRole(host, connector)
-        super().__init__(host, self._role)
-
-    async def prefill(self, job: PrefillJob) -> None:
-        """Raises NodeLost, Overloaded or PromptTooLong, as `EngineHost.submit` does."""
-        self.host.submit(job, self._role.accept, min_tokens=0)  # it ends with its next token

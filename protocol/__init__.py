@@ -14,6 +14,7 @@ from protocol.errors import (
     KvrelayError,
     ModelError,
     ModelNotFound,
+    NodeDraining,
     NodeLost,
     NoHealthyNode,
     Overloaded,
@@ -21,6 +22,7 @@ from protocol.errors import (
     RequestAborted,
     RequestFailed,
     TransferFailed,
+    WrongRole,
 )
 from protocol.generation import Backend, ClusterStatus, NodeReport, TokenChunk, TokenStream
 from protocol.messages import (
@@ -85,6 +87,7 @@ __all__ = [
     "ModelNotFound",
     "NoHealthyNode",
     "Node",
+    "NodeDraining",
     "NodeInfo",
     "NodeLost",
     "NodeReport",
@@ -108,6 +111,7 @@ __all__ = [
     "TransferCounts",
     "TransferDirection",
     "TransferFailed",
+    "WrongRole",
     "extend_hashes",
     "hash_chain",
     "root_hash",

@@ -7,6 +7,8 @@
     │   └── PromptTooLong
     ├── ModelNotFound        the client named a model that is not served (HTTP 404)
     ├── Overloaded           admission said no before any work was done (HTTP 429)
+    │   ├── NodeDraining     the node takes no jobs for now, or gives back those that it has
+    │   └── WrongRole        the node has another role by now
     ├── NoHealthyNode        nothing can serve this request now (HTTP 503)
     └── RequestFailed        an admitted request ended unhappily (HTTP 500 or an SSE error)
         ├── RequestAborted
@@ -90,6 +92,27 @@ class Overloaded(KvrelayError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NodeDraining(Overloaded):
+    """The node takes no jobs for now; also what becomes of those that it has not done in time.
+
+    Another node may do it, from where this one has left off.
+    """
+
+    label = "draining"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s)
+
+
+class WrongRole(Overloaded):
+    """The job is not one for a node of this role: it had another when it was chosen."""
+
+    label = "wrong_role"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s)
 
 
 class NoHealthyNode(KvrelayError):

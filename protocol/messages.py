@@ -48,9 +48,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillJob(Job, frozen=True, kw_only=True):
-    """Compute the KV of prompt + emitted, sample one token, push the KV to `decode_endpoint`.
+    """Compute the KV of the prompt, sample one token, push both to `decode_endpoint`.
 
-    Without an endpoint nothing is pushed: the request ends with its first token.
+    If tokens are emitted already, no other is sampled: the last of them goes with the KV of all
+    before it. So the decode node needs the same blocks, whether or not the first token was told.
+    Without an endpoint nothing is pushed: the request ends with the next token.
     """
 
     decode_endpoint: str | None = None
@@ -59,6 +61,8 @@ class PrefillJob(Job, frozen=True, kw_only=True):
 class DecodeJob(Job, frozen=True, kw_only=True):
     """Generate to the end. With `prefill_endpoint`, the KV and the first token come from there.
 
+    An older attempt that waits on this node for the same KV is taken over, with the blocks that it
+    has, if its prefill node can write to them no more. If not, it ends.
     Without one this node computes the prompt itself (a unified node, or a prompt so short or
     so well cached that a hand-off would cost more).
     """
@@ -74,7 +78,7 @@ class Failure(msgspec.Struct, frozen=True):
     retryable: bool
 
 
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
+class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """New output tokens of one attempt. The first of them is output token number `position`.
 
     The last delta of an attempt has a `finish_reason`; a prefill node's last delta of a

@@ -37,6 +37,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     fingerprint: str  # of the model's weights and configuration
     endpoint: str  # of the KV transport; two nodes may hand off if their schemes agree
+    service: str = ""  # where other processes reach this interface; empty: nowhere
     block_size: int  # tokens
     num_blocks: int  # usable ones
     max_model_len: int
@@ -94,6 +95,9 @@ class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0  # from the first byte to the commit, of those that were committed
     reasons: dict[str, int] = {}  # ended hand-offs by reason, if they were not committed
     outcomes: dict[str, int] = {}  # failed ones by what was done: retry, recompute, fail
+    # At D, those that went on with another P, by what became of the blocks that were reserved:
+    # kept; queued, if there were none yet; given_up, if the old P might still write to them.
+    retargeted: dict[str, int] = {}
     live: tuple[LiveTransfer, ...] = ()  # the oldest ones
 
 
@@ -135,8 +139,30 @@ class Node(Protocol):
 
     async def status(self) -> NodeStatus: ...
 
-    async def drain(self) -> None:
-        """Refuse new jobs and return when the ones under way have ended."""
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """Refuse new jobs and return when the ones under way have ended.
+
+        Those that have not after `timeout_s` fail with the label of NodeDraining, and may be tried
+        elsewhere; None: wait for all. Of several deadlines the earliest counts. Returns early if
+        the node ends, or is told to take jobs again. A caller that does not wait so long leaves
+        the node draining.
+        """
+
+    async def undrain(self) -> None:
+        """Take jobs again. Whoever waits for the drain is not kept waiting."""
+
+    async def change_role(self, role: Role) -> NodeInfo:
+        """Drain, become a node of this role with the same cache, and take jobs again.
+
+        It is the next generation of the node, which is to be registered by whoever registered it.
+        Returns when all jobs under way have ended; `drain` first, if they are not to be waited for.
+        If it has the role already, nothing happens.
+
+        Raises:
+            ConfigError: the settings of the two roles differ in what a node cannot change.
+            Overloaded: the node was told to take jobs again, or to change otherwise, meanwhile.
+            NodeLost: it does not run any more.
+        """
 
     async def snapshot(self) -> CacheSnapshot: ...
 
@@ -162,7 +188,8 @@ class PrefillNode(Node, Protocol):
 
         Raises:
             PromptTooLong: it can never fit.
-            Overloaded: the node's queue is full, or it drains.
+            Overloaded: the node's queue is full, or it drains (NodeDraining), or it is no node of
+                this role any more (WrongRole).
         """
 
 

@@ -103,12 +103,21 @@ class Admission:
         self.queued_tokens += num_tokens
         return Lease(self, num_tokens)
 
-    def _check_requests(self) -> None:
+    def check_waiting(self, num_waiting: int) -> None:
+        """Whether one more may wait for a node, before it is admitted.
+
+        Raises:
+            Overloaded: with those in flight there are as many as may be.
+        """
+        self._check_requests(num_waiting)
+
+    def _check_requests(self, num_waiting: int = 0) -> None:
         limit = self._config.max_inflight_requests
-        if self.num_inflight >= limit:
+        num_requests = self.num_inflight + num_waiting
+        if num_requests >= limit:
             raise _overloaded(
-                f"{self.num_inflight} requests are in flight, the limit is {limit}",
-                self._requests.seconds_for(1),
+                f"{num_requests} requests are in flight, the limit is {limit}",
+                self._requests.seconds_for(1) if self.num_inflight else _DEFAULT_RETRY_S,
             )
 
     def _check_tokens(self, num_tokens: int) -> None:

@@ -36,9 +36,26 @@ class RouterConfig:
     # What happens to an attempt that fails. With decode_recomputes, a prefill node that is lost is
     # no reason for another one: the decode node notices and computes the prompt itself.
     decode_recomputes: bool = False
+    # Attempts are counted since the last one that brought a token.
     max_attempts: int = 3
+    max_lost_attempts: int = 8  # that a node's end took, so that no request can end all nodes
     retry_backoff_s: float = 0.05  # before the second attempt; doubled before each later one
+    retry_backoff_max_s: float = 2.0
+    retry_jitter: float = 0.5  # each pause is longer by up to this share, by chance
+    # Attempts after the first that have no token yet: at most so many at a time, or this share of
+    # all requests in flight if that is more. The others wait for their turn.
+    retry_burst: int = 8
+    retry_share: float = 0.2
     stall_timeout_s: float = 600.0  # without a token, before a request is given up
+
+    # While no node can take it, a request waits for one that long: one that is under way, and one
+    # that is new. Then it fails with NoHealthyNode (503), which a client may try again.
+    recovery_timeout_s: float = 30.0
+    admission_wait_s: float = 0.0
+
+    # Nodes that are slow rather than dead.
+    suspect_after_s: float = 3.0  # without a sign of life, if that is long among its peers
+    slowness_weight: float = 0.25  # of decode steps that take longer than usual
 
     # Prefix index.
     max_index_entries: int = 1_000_000  # (node, block) pairs, about half a KB each
@@ -55,8 +72,17 @@ class RouterConfig:
         self._at_least("output_headroom_tokens", self.output_headroom_tokens, 1)
         self._at_least("decode_transfer_weight", self.decode_transfer_weight, 0)
         self._at_least("max_attempts", self.max_attempts, 1)
+        self._at_least("max_lost_attempts", self.max_lost_attempts, 1)
         self._at_least("retry_backoff_s", self.retry_backoff_s, 0)
+        self._at_least("retry_backoff_max_s", self.retry_backoff_max_s, 0)
+        self._at_least("retry_jitter", self.retry_jitter, 0)
+        self._at_least("retry_burst", self.retry_burst, 1)
+        self._at_least("retry_share", self.retry_share, 0)
         self._above_zero("stall_timeout_s", self.stall_timeout_s)
+        self._at_least("recovery_timeout_s", self.recovery_timeout_s, 0)
+        self._at_least("admission_wait_s", self.admission_wait_s, 0)
+        self._above_zero("suspect_after_s", self.suspect_after_s)
+        self._at_least("slowness_weight", self.slowness_weight, 0)
         self._at_least("max_index_entries", self.max_index_entries, 1)
 
     # `not (a >= b)` also refuses NaN.

@@ -2,7 +2,8 @@
 
     submit ─► policy ─► admission ─► PrefillJob to P and DecodeJob to D, at the same time
                                         deltas of both ─► Flight ─► client
-    an attempt fails ─► the next one, elsewhere, with prompt + emitted tokens
+    an attempt fails ─► the next one, elsewhere, with prompt + emitted tokens   (recovery.py)
+    nodes come and go                                                           (roster.py)
     the client leaves ─► cancel on all nodes
 
 Lives in one event loop; nothing here waits for a model.
@@ -11,97 +12,159 @@ Lives in one event loop; nothing here waits for a model.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable
 
 from directory import Directory
 from protocol import (
     ClusterStatus,
-    DecodeJob,
     DecodeNode,
     Delta,
     Failure,
     GenerationRequest,
     KvrelayError,
-    Node,
     NodeLost,
-    NodeReport,
-    NoHealthyNode,
     PauseMode,
-    PrefillJob,
     PrefillNode,
-    RequestFailed,
+    Role,
     TokenStream,
-    TransferFailed,
 )
 from router.admission import Admission
+from router.attempts import Attempts
+from router.background import Background
 from router.cluster_view import ClusterView
 from router.config import RouterConfig
 from router.decision import RoutingDecision
-from router.facts import RequestFacts
+from router.first_attempt import FirstAttempt
 from router.flight import Flight
+from router.orders import Orders
 from router.policies import get_policy
+from router.recovery import Recovery, error_of
+from router.retry_gate import RetryGate
+from router.roster import Member, Roster
+from router.routing import Routing, state_of
+from router.setbacks import Setbacks
+from router.snapshots import Snapshots
+from router.view import NodeView
+from router.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
 
-AnswerT = TypeVar("AnswerT")
-
-_CALL_TIMEOUT_S = 10.0  # a node takes a job, or says no, within this
-_STATUS_TIMEOUT_S = 2.0  # whoever asks for the health of the cluster does not wait for long
+# Nobody tells that a node is not heard of any more, nor, with a directory elsewhere, that one is
+# well again. It is a small part of how long people wait for a restart, and costs next to nothing.
+_LOOK_S = 0.2
 
 
 class Dispatcher:
-    """The `Backend` of a gateway: routes requests over the nodes that it is given."""
+    """The `Backend` of a gateway: routes requests over the nodes that it is given.
+
+    A node takes part while it is connected (`add_node`) and the directory has a record of the
+    same generation.
+    """
 
     def __init__(
         self,
         directory: Directory,
         fingerprint: str,
-        prefill_nodes: Iterable[PrefillNode],
-        decode_nodes: Iterable[DecodeNode],
+        prefill_nodes: Iterable[PrefillNode] = (),
+        decode_nodes: Iterable[DecodeNode] = (),
         config: RouterConfig | None = None,
         *,
         clock: Callable[[], float] = time.time,
+        chance: random.Random | None = None,
     ) -> None:
+        """`chance` is what retries are spread by."""
         self._config = config or RouterConfig()
-        self._policy = get_policy(self._config.policy)
+        self._clock = clock
+        self._chance = chance or random.Random()
         self._cluster = ClusterView(directory, fingerprint, self._config)
         self._admission = Admission(self._config)
-        self._clock = clock
-        self._caller = f"router-{uuid.uuid4().hex[:12]}"
-        self._prefill_nodes = {node.info.node_id: node for node in prefill_nodes}
-        self._decode_nodes = {node.info.node_id: node for node in decode_nodes}
+        self._background = Background()
+        self._watching: asyncio.Task[None] | None = None
         self._flights: dict[str, Flight] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._lost_nodes: set[str] = set()  # nothing that they do would be heard
-        self._snapshots_under_way: set[str] = set()
-        self._decisions: Counter[str] = Counter()
-        self._retries: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()
-
-    @property
-    def _nodes(self) -> Mapping[str, Node]:
-        return {**self._prefill_nodes, **self._decode_nodes}
+        caller = f"router-{uuid.uuid4().hex[:12]}"
+        self._roster = Roster(caller, self._take, self._on_lost)
+        self._orders = Orders(self._roster)
+        self._snapshots = Snapshots(self._roster, self._cluster.index, self._background)
+        policy = get_policy(self._config.policy)
+        self._routing = Routing(policy, self._cluster, self._roster, self._snapshots)
+        self._attempts = Attempts(self._roster, self._cluster.load, self._background, clock)
+        self._gate = RetryGate(self._config, lambda: self._admission.num_inflight)
+        self._room = WaitingRoom()
+        self._first = FirstAttempt(self._routing, self._attempts, self._admission, self._room)
+        self._recovery = Recovery(
+            self._config, self._routing, self._attempts, self._gate, self._room
+        )
+        nodes: list[PrefillNode | DecodeNode] = [*prefill_nodes, *decode_nodes]
+        for node in nodes:
+            self._roster.add(node)
 
     async def start(self) -> None:
         """Listen to all nodes, and learn what they have cached."""
-        for node_id, node in self._nodes.items():
-            self._spawn(self._listen(node_id, node))
+        self._roster.start()
         self._cluster.refresh()
-        self._ask_snapshots()
+        self._snapshots.ask()
+        self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
         """Abort what is under way and stop listening."""
+        self._room.close()
         await asyncio.gather(*map(self._abandon, self._flights.values()))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+            self._watching = None
+        await self._background.stop()
+        await self._roster.stop()
         self._cluster.close()
+
+    # ------------------------------------------------------------------ nodes come and go
+
+    @property
+    def node_ids(self) -> frozenset[str]:
+        """Of all nodes that are connected, well or not."""
+        return self._roster.connected
+
+    def add_node(self, node: PrefillNode | DecodeNode) -> None:
+        """Send jobs to this node, and listen to it.
+
+        Its role is that of `node.info` now. It takes the place of a node of the same id, if there
+        is one: what that still says is ignored, and what was under way there goes on elsewhere. So
+        a node that has changed its role is added again. While the cluster is paused, so is it.
+        """
+        node_id = node.info.node_id
+        if self._roster.get(node_id) is not None:
+            self._cluster.load.forget_node(node_id)
+        member = self._roster.add(node)
+        for flight in self._flights.values():
+            flight.forgive(node_id)
+        if self._watching is not None:  # else `start` does the rest
+            self._background.spawn(self._orders.welcome(member))
+            self._look()
+
+    async def remove_node(self, node_id: str) -> None:
+        """Do without the node from now on. What is under way there goes on elsewhere.
+
+        Harmless if it is unknown. Returns when nobody listens to it any more; it is not closed.
+        """
+        await self._roster.remove(node_id)
+        self._cluster.forget_node(node_id)
+
+    def is_lost(self, node: PrefillNode | DecodeNode) -> bool:
+        """Whether nobody listens to this very node: its stream has ended, or it was replaced."""
+        member = self._roster.member_of(node)
+        return member is None or member.lost.is_set()
+
+    async def wait_lost(self, node: PrefillNode | DecodeNode) -> None:
+        """Returns when `is_lost`."""
+        member = self._roster.member_of(node)
+        if member is not None:
+            await member.lost.wait()
 
     # ------------------------------------------------------------------ Backend
 
@@ -113,273 +176,90 @@ class Dispatcher:
             Overloaded: too much is queued already.
             NoHealthyNode: there is none for a role that is needed.
         """
+        until = asyncio.get_running_loop().time() + self._config.admission_wait_s
         try:
-            avoid = frozenset(self._lost_nodes)
-            decision = self._decide(self._cluster.facts(request, avoid=avoid))
+            decision = await self._first.decide(request, until)
             flight = self._admit(request, decision)
-            await self._start_first(flight, decision)
+            await self._start_first(flight, decision, until)
         except KvrelayError as error:
             self._rejected[error.label] += 1
             raise
         return flight
 
-    async def _start_first(self, flight: Flight, decision: RoutingDecision) -> None:
-        started = False
-        try:
-            async with flight.starting:
-                await self._start_attempt(flight, decision)
-            started = True
-        finally:
-            if not started:  # refused by a node, or our caller was cancelled
-                flight.abort()  # whatever nodes still say of it is stale
-                self._spawn(self._end(flight))
-
     async def status(self) -> ClusterStatus:
-        reports = await asyncio.gather(*map(self._report, self._nodes.values()))
         return ClusterStatus(
-            nodes=tuple(reports),
+            nodes=tuple(await self._orders.reports()),
             num_requests=len(self._flights),
-            decisions=dict(self._decisions),
-            retries=dict(self._retries),
+            decisions=dict(self._routing.decisions),
+            retries=dict(self._attempts.retries),
             rejected=dict(self._rejected),
         )
 
-    async def _report(self, node: Node) -> NodeReport:
-        """Without its status if it does not answer: it has died, or is stopped, or very busy."""
-        status = await self._ask(node, "its status", node.status(), timeout_s=_STATUS_TIMEOUT_S)
-        return NodeReport(node.info, status)
-
     async def pause(self, mode: PauseMode) -> dict[str, bool]:
-        """Pause all nodes; whether each of them is paused now."""
-        return await self._tell_all("a pause", lambda node: node.pause(mode))
+        """Pause all nodes, and those that come before `resume`; whether each is paused now."""
+        return await self._orders.pause(mode)
 
     async def resume(self) -> dict[str, bool]:
         """Let all nodes go on; whether each of them does."""
-        return await self._tell_all("going on", lambda node: node.resume())
+        return await self._orders.resume()
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool) -> dict[str, bool]:
         """Forget what can be hit on all nodes; whether each of them has."""
-        return await self._tell_all(
-            "a reset",
-            lambda node: node.reset_prefix_cache(reset_running_requests=reset_running_requests),
-        )
-
-    async def _tell_all(
-        self, what: str, tell: Callable[[Node], Awaitable[bool | None]]
-    ) -> dict[str, bool]:
-        """By node id: whether the node has done it. One that only returns has."""
-
-        async def carried_out(node: Node) -> bool:
-            return await tell(node) is not False
-
-        nodes = self._nodes
-        asked = (self._ask(node, what, carried_out(node)) for node in nodes.values())
-        answers = await asyncio.gather(*asked)
-        return {node_id: bool(done) for node_id, done in zip(nodes, answers, strict=True)}
-
-    async def _ask(
-        self,
-        node: Node,
-        what: str,
-        answer: Awaitable[AnswerT],
-        timeout_s: float | None = None,
-    ) -> AnswerT | None:
-        """None, and a warning, if the node is lost or takes too long."""
-        timeout_s = timeout_s or _CALL_TIMEOUT_S
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        except TimeoutError:
-            problem = f"no answer within {timeout_s:g} s"
-        except KvrelayError as error:
-            problem = str(error)
-        is_news = node.info.node_id not in self._lost_nodes
-        level = logging.WARNING if is_news else logging.DEBUG
-        logger.log(level, "%s was asked for %s: %s", node.info.node_id, what, problem)
-        return None
-
-    # ------------------------------------------------------------------ an attempt
-
-    def _decide(self, facts: RequestFacts) -> RoutingDecision:
-        decision = self._policy(facts, self._cluster.look())
-        self._ask_snapshots()
-        self._decisions[decision.kind] += 1
-        logger.debug("%s", decision.explain())
-        return decision
+        return await self._orders.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
     def _admit(self, request: GenerationRequest, decision: RoutingDecision) -> Flight:
         lease = self._admission.admit(
             len(request.prompt_token_ids), predicted_ttft_s=decision.predicted_ttft_s
         )
-        flight = Flight(request, lease, self._abandon, self._config.stall_timeout_s)
+        setbacks = Setbacks(self._config, self._chance)
+        flight = Flight(request, lease, self._abandon, self._config.stall_timeout_s, setbacks)
         flight.timeline.admitted = self._clock()
         assert request.request_id not in self._flights, f"{request.request_id} is used twice"
         self._flights[request.request_id] = flight
         return flight
 
-    async def _start_attempt(self, flight: Flight, decision: RoutingDecision) -> None:
-        """Send the jobs. If a node does not take its job, nobody keeps one, and that is raised."""
-        ticket = flight.ticket
-        flight.timeline.routed = self._clock()
-        self._cluster.load.sent(ticket, decision.loads)
-        calls = self._job_calls(flight, decision)
-        flight.nodes, flight.open_nodes = frozenset(calls), set(calls)
-        results = await asyncio.gather(
-            *(self._send(flight, node_id, call) for node_id, call in calls.items()),
-            return_exceptions=True,
-        )
-        errors = [error for error in results if isinstance(error, BaseException)]
-        over = not flight.listens_to(ticket)  # the nodes were faster than the calls
-        if not errors and not over:
-            return
-        if not over:
-            flight.next_attempt()  # at once: what the others say of this one is stale
-        self._cluster.load.ended(ticket)
-        await self._cancel(flight.request_id, calls)  # also where it came before the job
-        if not over:
-            raise errors[0]
-
-    def _job_calls(
-        self, flight: Flight, decision: RoutingDecision
-    ) -> dict[str, Callable[[], Awaitable[None]]]:
-        """What to call on each node of the decision."""
-        request, emitted = flight.request, tuple(flight.log.emitted)
-        decode = self._decode_nodes[decision.decode_node_id]
-        prefill = (
-            None
-            if decision.prefill_node_id is None
-            else self._prefill_nodes[decision.prefill_node_id]
-        )
-        # The first token may be all there is; then no decode node is bothered.
-        decodes = prefill is None or request.sampling.max_tokens - len(emitted) > 1
-        calls: dict[str, Callable[[], Awaitable[None]]] = {}
-        if prefill is not None:
-            prefill_job = PrefillJob(
-                request=request,
-                caller=self._caller,
-                attempt=flight.attempt,
-                emitted=emitted,
-                decode_endpoint=decode.info.endpoint if decodes else None,
-            )
-            calls[prefill.info.node_id] = lambda: prefill.prefill(prefill_job)
-        if decodes:
-            decode_job = DecodeJob(
-                request=request,
-                caller=self._caller,
-                attempt=flight.attempt,
-                emitted=emitted,
-                prefill_endpoint=None if prefill is None else prefill.info.endpoint,
-            )
-            calls[decode.info.node_id] = lambda: decode.decode(decode_job)
-        return calls
-
-    async def _send(
-        self, flight: Flight, node_id: str, call: Callable[[], Awaitable[None]]
-    ) -> None:
-        ticket = flight.ticket
+    async def _start_first(self, flight: Flight, decision: RoutingDecision, until: float) -> None:
+        started = False
         try:
-            async with asyncio.timeout(_CALL_TIMEOUT_S):
-                await call()
-        except TimeoutError:
-            flight.failed_nodes.add(node_id)
-            raise NodeLost(f"node {node_id} did not answer within {_CALL_TIMEOUT_S:g} s") from None
-        except KvrelayError:
-            flight.failed_nodes.add(node_id)
-            raise
-        self._cluster.load.taken(ticket, node_id)
+            await self._first.start(flight, decision, until)
+            started = True
+        finally:
+            if not started:  # refused by all nodes, or our caller was cancelled
+                flight.abort()  # whatever nodes still say of it is stale
+                self._background.spawn(self._end(flight))
 
-    async def _retry(self, flight: Flight, failure: Failure) -> None:
-        """Attempts after the first, until one has started or there have been too many."""
-        error: KvrelayError = _error_of(failure)
-        label = failure.label
-        while flight.attempt < self._config.max_attempts:
-            self._retries[label] += 1
-            await asyncio.sleep(self._config.retry_backoff_s * 2 ** (flight.attempt - 1))
-            try:
-                await self._start_again(flight)
-            except KvrelayError as refused:
-                error, label = refused, refused.label
-                continue
-            return
-        flight.fail(error)
-        await self._end(flight)
-
-    async def _start_again(self, flight: Flight) -> None:
-        """The next attempt. If this raises, it has failed, and the one behind it is due."""
-        async with flight.starting:  # all calls of the attempt before have come to an end
-            if flight.ended:
-                return
-            try:
-                decision = self._decide_again(flight)
-            except KvrelayError:
-                flight.next_attempt()
-                raise
-            await self._start_attempt(flight, decision)
-
-    async def _retry_after(self, flight: Flight, failure: Failure, nodes: set[str]) -> None:
-        await self._cancel(flight.request_id, nodes)
-        await self._retry(flight, failure)
-
-    async def _leave_nodes(self, flight: Flight) -> None:
-        """The current attempt is over on all nodes."""
-        self._cluster.load.ended(flight.ticket)
-        nodes, flight.open_nodes = flight.open_nodes, set()
-        await self._cancel(flight.request_id, nodes)
-
-    def _decide_again(self, flight: Flight) -> RoutingDecision:
-        """Elsewhere if possible; if not, at least with another prefill node."""
-        request, emitted = flight.request, flight.log.emitted
-        lost, failed = frozenset(self._lost_nodes), frozenset(flight.failed_nodes)
-        for avoid in (failed, failed & self._prefill_nodes.keys()):
-            with contextlib.suppress(NoHealthyNode):
-                return self._decide(self._cluster.facts(request, emitted, lost | avoid))
-        return self._decide(self._cluster.facts(request, emitted, lost))
+    # ------------------------------------------------------------------ the end of a request
 
     async def _abandon(self, flight: Flight) -> None:
         """The client wants no more of it. Nodes hear of that even if the client cannot wait."""
         flight.abort()
-        await asyncio.wait([self._spawn(self._end(flight))])
+        await asyncio.wait([self._background.spawn(self._end(flight))])
 
     async def _end(self, flight: Flight) -> None:
         """Free everything that the flight holds, here and on nodes. Harmless when repeated."""
         if self._flights.pop(flight.request_id, None) is None:
             return
         flight.lease.release()
+        self._gate.leave(flight.request_id)
+        self._room.wake(flight.request_id)
         flight.timeline.finished = flight.timeline.finished or self._clock()
-        await self._leave_nodes(flight)
-
-    async def _cancel(self, request_id: str, node_ids: Iterable[str]) -> None:
-        """A node that does not answer notices by itself that nobody listens."""
-        nodes = [self._nodes[node_id] for node_id in node_ids]
-        what = f"the end of {request_id}"
-        await asyncio.gather(*(self._ask(node, what, node.cancel(request_id)) for node in nodes))
+        await self._attempts.leave(flight)
 
     # ------------------------------------------------------------------ what nodes say
 
-    async def _listen(self, node_id: str, node: Node) -> None:
-        async for batch in node.outputs(self._caller):
-            for delta in batch.deltas:
-                self._take(node_id, delta)
-        logger.warning("node %s is lost", node_id)
-        self._lost_nodes.add(node_id)
-        lost = Failure(NodeLost.label, f"node {node_id} stopped", retryable=True)
-        for flight in [f for f in self._flights.values() if node_id in f.open_nodes]:
-            self._fail_attempt(flight, node_id, lost)
-
-    def _take(self, node_id: str, delta: Delta) -> None:
+    def _take(self, member: Member, delta: Delta) -> None:
         flight = self._flights.get(delta.request_id)
         if flight is None or delta.attempt != flight.attempt or flight.ended:
             return  # stale
         if delta.failure is not None:
-            flight.open_nodes.discard(node_id)
-            self._fail_attempt(flight, node_id, delta.failure)
+            self._fail_attempt(flight, member, delta.failure)
             return
         if delta.handed_off or delta.finish_reason is not None:
-            flight.open_nodes.discard(node_id)
+            flight.open_nodes.discard(member.node_id)
         self._note_tokens(flight, delta)
         if flight.take(delta):
             flight.timeline.finished = self._clock()
-            self._spawn(self._end(flight))
+            self._background.spawn(self._end(flight))
 
     def _note_tokens(self, flight: Flight, delta: Delta) -> None:
         if not delta.token_ids:
@@ -389,58 +269,89 @@ class Dispatcher:
             flight.timeline.first_token = now
             flight.lease.first_token()
         self._cluster.load.first_token(flight.ticket)
+        self._gate.leave(flight.request_id)
         flight.timeline.last_token = now
 
-    def _fail_attempt(self, flight: Flight, node_id: str, failure: Failure) -> None:
-        logger.info("attempt %s failed on %s: %s", flight.ticket, node_id, failure.message)
-        lost_prefill = failure.label == NodeLost.label and node_id in self._prefill_nodes
-        if lost_prefill and self._config.decode_recomputes and flight.open_nodes - {node_id}:
-            flight.open_nodes.discard(node_id)
-            return
-        flight.failed_nodes.add(node_id)
-        if failure.label == TransferFailed.label:
-            # Whoever noticed it, what failed is between the two: the next attempt takes another P.
-            flight.failed_nodes |= flight.nodes & self._prefill_nodes.keys()
+    def _on_lost(self, member: Member, why: str) -> None:
+        lost = Failure(NodeLost.label, why, retryable=True)
+        for flight in self._flights_at(member):
+            self._fail_attempt(flight, member, lost)
+        self._look()
+
+    def _flights_at(self, member: Member) -> list[Flight]:
+        return [flight for flight in self._flights.values() if flight.is_open_at(member)]
+
+    def _fail_attempt(self, flight: Flight, member: Member, failure: Failure) -> None:
+        logger.info("attempt %s failed on %s: %s", flight.ticket, member.node_id, failure.message)
+        flight.open_nodes.discard(member.node_id)
+        lost_prefill = failure.label == NodeLost.label and member.role is Role.PREFILL
+        if lost_prefill and self._config.decode_recomputes and flight.open_nodes:
+            return  # the decode node notices, and goes on alone
+        flight.blame(member, failure)
         if failure.retryable:
             self._cluster.load.ended(flight.ticket)
-            nodes = flight.open_nodes - {node_id}
+            self._gate.leave(flight.request_id)
+            self._keep_reservation(flight)
+            others = flight.take_open()
             flight.next_attempt()  # at once: what the old attempt says from now on is stale
-            self._spawn(self._retry_after(flight, failure, nodes))
+            self._background.spawn(self._recover(flight, failure, others))
         else:
-            flight.fail(_error_of(failure))
-            self._spawn(self._end(flight))
+            flight.fail(error_of(failure))
+            self._background.spawn(self._end(flight))
 
-    # ------------------------------------------------------------------ in the background
+    @staticmethod
+    def _keep_reservation(flight: Flight) -> None:
+        """On the decode node, which does not need another one if only the prefill node is lost."""
+        decode = [member for member in flight.members.values() if member.role is Role.DECODE]
+        for member in decode[:1]:
+            flight.keep_reservation(member)
 
-    def _ask_snapshots(self) -> None:
-        for node_id in self._cluster.index.needs_snapshot() - self._snapshots_under_way:
-            if node_id in self._nodes:
-                self._snapshots_under_way.add(node_id)
-                self._spawn(self._take_snapshot(node_id))
-
-    async def _take_snapshot(self, node_id: str) -> None:
+    async def _recover(self, flight: Flight, failure: Failure, others: list[Member]) -> None:
+        await self._attempts.cancel(flight.request_id, others)
         try:
-            snapshot = await self._nodes[node_id].snapshot()
-        except (TimeoutError, KvrelayError) as error:
-            logger.warning("no cache snapshot of %s: %r", node_id, error)
-        else:
-            self._cluster.index.apply_snapshot(snapshot)
-        finally:
-            self._snapshots_under_way.discard(node_id)
+            await self._recovery.recover(flight, failure)
+        except KvrelayError as error:
+            flight.fail(error)
+            await self._end(flight)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget_task)
-        return task
+    # ------------------------------------------------------------------ looking after nodes
 
-    def _forget_task(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("a background task failed", exc_info=task.exception())
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._look()
+
+    def _look(self) -> None:
+        """Tell those who wait of nodes that can be used now, and give up those that are silent."""
+        nodes = self._cluster.nodes(self._roster.contacts())
+        self._snapshots.ask()
+        self._room.tell(state_of(nodes))
+        silent = {node.node_id: node for node in _silent(nodes)}
+        for member in self._roster:
+            member.silent = member.node_id in silent
+        for node in silent.values():
+            self._give_up(node)
+
+    def _give_up(self, node: NodeView) -> None:
+        """It hangs, or is cut off: what it has goes on elsewhere. It may come back."""
+        member = self._roster.get(node.node_id)
+        assert member is not None
+        flights = self._flights_at(member)
+        if not flights:
+            return
+        why = f"node {node.node_id} was silent for {node.silence_s:.1f} s"
+        logger.warning("%s; %d requests go on elsewhere", why, len(flights))
+        self._attempts.cancel_later([flight.request_id for flight in flights], member)
+        for flight in flights:
+            self._fail_attempt(flight, member, Failure(NodeLost.label, why, retryable=True))
 
 
-def _error_of(failure: Failure) -> RequestFailed:
-    """What a client sees of the failure of its last attempt."""
-    known = {error.label: error for error in (NodeLost, TransferFailed)}
-    return known.get(failure.label, RequestFailed)(failure.message)
+def _silent(nodes: Iterable[NodeView]) -> list[NodeView]:
+    """Connected nodes that have been silent for too long, while others have not.
+
+    If all are, it is the directory that is away, or there is nobody to go to.
+    """
+    connected = [node for node in nodes if node.connected]
+    if not any(node.silence_s < node.ttl_s / 2 for node in connected):
+        return []
+    return [node for node in connected if not node.alive]

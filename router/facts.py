@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protocol import HASH_BLOCK_SIZE, BlockHash, GenerationRequest, hash_chain
+from router.path import Path
 
 
 def reusable_hashes(request: GenerationRequest, emitted: Sequence[int] = ()) -> list[BlockHash]:
@@ -22,6 +23,8 @@ class RequestFacts:
     max_new_tokens: int
     cached_tokens: Mapping[str, int] = field(default_factory=dict)  # prefix hit, by node
     avoid: frozenset[str] = frozenset()  # nodes that failed this request before
+    prefer: frozenset[str] = frozenset()  # decode nodes that have had a part of it already
+    broken: frozenset[Path] = frozenset()  # paths on which its KV was lost
 
     def __post_init__(self) -> None:
         assert self.num_tokens > 0
@@ -35,6 +38,8 @@ class RequestFacts:
         prefix_hits: Mapping[str, int],
         emitted: Sequence[int] = (),
         avoid: frozenset[str] = frozenset(),
+        prefer: frozenset[str] = frozenset(),
+        broken: frozenset[Path] = frozenset(),
     ) -> RequestFacts:
         """`prefix_hits` is what `PrefixIndex.longest_prefix(reusable_hashes(...))` gave."""
         return cls(
@@ -42,6 +47,8 @@ class RequestFacts:
             max_new_tokens=request.sampling.max_tokens - len(emitted),
             cached_tokens={node: hits * HASH_BLOCK_SIZE for node, hits in prefix_hits.items()},
             avoid=avoid,
+            prefer=prefer,
+            broken=broken,
         )
 
     def uncached_tokens(self, node_id: str) -> int:

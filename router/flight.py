@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 from protocol import (
     Delta,
+    Failure,
     GenerationRequest,
     HandoffTicket,
     KvrelayError,
     RequestAborted,
     RequestFailed,
+    Role,
     Timeline,
     TokenChunk,
+    TransferFailed,
 )
 from router.admission import Lease
+from router.path import Path, path_between
+from router.roster import Member
+from router.setbacks import Setbacks
 from router.token_log import TokenLog
 
 
@@ -32,12 +38,18 @@ class Flight:
         lease: Lease,
         abandon: Callable[[Flight], Awaitable[None]],
         stall_timeout_s: float,
+        setbacks: Setbacks,
     ) -> None:
         self.request = request
         self.lease = lease
+        self.setbacks = setbacks
         self.attempt = 0
         self.failed_nodes: set[str] = set()
-        self.nodes: frozenset[str] = frozenset()  # of this attempt
+        self.failed_paths: set[Path] = set()
+        self.doubts: dict[str, str] = {}  # a decode node → the prefill node that may be to blame
+        self.decode_node_id: str | None = None  # that has had a part of it, and has not failed
+        self.members: Mapping[str, Member] = {}  # the nodes of this attempt
+        self.reserved_at: Member | None = None  # may keep blocks of an attempt that has failed
         self.open_nodes: set[str] = set()  # of those, whose last delta is to come
         self.starting = asyncio.Lock()  # held until all nodes of an attempt have answered
         self.timeline = Timeline(arrived=request.arrival_time)
@@ -127,6 +139,69 @@ class Flight:
                 self._last = due
                 break
         self._changed.set()
+
+    def begin_attempt(self, members: Mapping[str, Member], decode_node_id: str) -> None:
+        """These nodes get its jobs."""
+        self.members, self.open_nodes = members, set(members)
+        self.decode_node_id = decode_node_id if decode_node_id in members else None
+
+    def is_open_at(self, member: Member) -> bool:
+        """Whether this very member has something to say yet."""
+        node_id = member.node_id
+        return node_id in self.open_nodes and self.members[node_id] is member
+
+    def take_open(self) -> list[Member]:
+        """The members that have something to say yet. Nothing of it will count."""
+        members = [self.members[node_id] for node_id in self.open_nodes]
+        self.open_nodes = set()
+        return members
+
+    def keep_reservation(self, member: Member) -> None:
+        """The attempt is over, but this decode node need not give up what it has for it.
+
+        The next attempt takes it over; or goes elsewhere, and then the node has to be told.
+        """
+        if not (member.lost.is_set() or member.silent):
+            self.open_nodes.discard(member.node_id)
+            self.reserved_at = member
+
+    def leave_reservation(self, goes_on_at: Sequence[Member] = ()) -> list[Member]:
+        """Where one is kept that nobody goes on with: what is there is to be ended.
+
+        A node that goes on does that by itself, also if it was connected anew meanwhile.
+        """
+        member, self.reserved_at = self.reserved_at, None
+        if member is None or any(member.node_id == other.node_id for other in goes_on_at):
+            return []
+        return [member]
+
+    def blame(self, member: Member, failure: Failure) -> None:
+        """Remember who is to be avoided for what has failed.
+
+        Whoever noticed that a transfer failed, it failed between the two, or on their path. If it
+        turns out that the prefill node has ended, the decode node is as good as ever.
+        """
+        prefill = next((m for m in self.members.values() if m.role is Role.PREFILL), None)
+        if failure.label == TransferFailed.label and prefill is not None:
+            self.failed_nodes.add(prefill.node_id)
+            for other in self.members.values():
+                if other is not prefill:
+                    self.doubts[other.node_id] = prefill.node_id
+                    self.failed_paths.add(path_between(prefill.info, other.info))
+            return
+        self.failed_nodes.add(member.node_id)
+        if self.decode_node_id == member.node_id:
+            self.decode_node_id = None
+
+    def forgive(self, node_id: str) -> None:
+        """It is not the node any more that it was."""
+        self.failed_nodes.discard(node_id)
+        self.doubts.pop(node_id, None)
+
+    def blamed(self, connected: frozenset[str]) -> frozenset[str]:
+        """Nodes to avoid, while these are connected."""
+        doubtful = {node_id for node_id, other in self.doubts.items() if other in connected}
+        return frozenset(self.failed_nodes | doubtful)
 
     def next_attempt(self) -> None:
         """Start over behind the tokens that are emitted."""

@@ -11,6 +11,9 @@ from router.facts import RequestFacts
 from router.plan import Plan
 from router.view import NodeLoad, NodeView, RouterView
 
+_USUAL_SPREAD = 1.5
+_MAX_SLOWNESS = 8.0
+
 
 class Prediction:
     """Estimates for one request against one view. Pure."""
@@ -18,6 +21,7 @@ class Prediction:
     def __init__(self, facts: RequestFacts, view: RouterView) -> None:
         self._facts = facts
         self._config = view.config
+        self._nodes = view.nodes
         measured = [
             node.status.prefill_tokens_per_s
             for node in view.nodes
@@ -30,6 +34,21 @@ class Prediction:
         self._usual_rate = (
             median(measured) if measured else self._config.default_prefill_tokens_per_s
         )
+
+    def slowness(self, node: NodeView) -> float:
+        """How slow the steps of this node are: their length, in steps of its peers, beyond 1.5.
+
+        Below that it says nothing: whoever has more to do has longer steps. At most 8; 0 if
+        nothing was measured lately.
+        """
+        peers = [
+            peer.step_s
+            for peer in self._nodes
+            if peer.step_s > 0 and peer.info.role is node.info.role and peer is not node
+        ]
+        if not peers or node.step_s == 0:
+            return 0.0
+        return min(max(0.0, node.step_s / median(peers) - _USUAL_SPREAD), _MAX_SLOWNESS)
 
     def prefill_rate(self, node: NodeView) -> float:
         """Tokens per second."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from protocol import NodeInfo, NodeStatus
@@ -25,6 +26,14 @@ class NodeLoad:
 
 
 @dataclass(frozen=True)
+class Contact:
+    """A connection to a node."""
+
+    info: NodeInfo  # of the generation that it leads to
+    heard_age_s: float  # since anything came over it
+
+
+@dataclass(frozen=True)
 class NodeView:
     """One node as the router sees it now."""
 
@@ -33,6 +42,10 @@ class NodeView:
     load: NodeLoad = NodeLoad()
     status_age_s: float = 0.0
     alive: bool = True  # its heartbeats are not overdue
+    connected: bool = True  # jobs can be sent to this generation of it
+    silence_s: float = 0.0  # since any sign of life
+    ttl_s: float = math.inf  # of its registration: what silence is too long
+    step_s: float = 0.0  # measured, while it has something to do; 0: not lately
 
     @property
     def node_id(self) -> str:

@@ -123,6 +123,9 @@ class RecordingScheduler(Scheduler):
             self._enter(_Phase.CALLS, again=True).pause = pause_state.name  # type: ignore[assignment]
         super().set_pause_state(pause_state)
 
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        assert config == self.config, "a recording has one configuration"
+
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         self._enter(_Phase.RESET).reset = reset_running_requests
         return super().reset_prefix_cache(reset_running_requests=reset_running_requests)

@@ -185,6 +185,18 @@ class Scheduler:
         """From the next step on. Requests may be added and ended meanwhile."""
         self._state.pause_state = pause_state
 
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Decide by this configuration from the next step on. No request may be queued.
+
+        What is cached can be hit, and what is held is held, as before: so the longest request and
+        the way of drafting have to stay as they are.
+        """
+        now, state = self.config, self._state
+        assert config.max_model_len == now.max_model_len, "blocks are sized for the longest request"
+        assert config.spec_method == now.spec_method, "it decides what can be hit"
+        state.reconfigure(config)
+        self.config = config
+
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forget everything that can be hit, as after a change of the weights.
 

@@ -57,6 +57,12 @@ class SchedulerState:
         self._loaded: set[Request] = set()
         self._holds: dict[str, Hold] = {}
 
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        assert not list(self.queued()), "a request is queued by the order of another policy"
+        self.config = config
+        self.waiting = make_queue(config.policy)
+        self.skipped_waiting = SkippedQueue(config.policy)
+
     # ------------------------------------------------------------------ making room
 
     def preempt(self, victim: Request, step: Step) -> None:

@@ -110,6 +110,12 @@ _LABELLED_COUNTERS: tuple[tuple[str, str, str, _Numbers], ...] = (
         lambda s: s.transfers.outcomes,
     ),
     (
+        "kv_transfers_retargeted",
+        "Hand-offs that got another prefill node, by what became of the blocks that were reserved.",
+        "reservation",
+        lambda s: s.transfers.retargeted,
+    ),
+    (
         "node_prompt_tokens",
         "Prompt tokens by how the node got their KV.",
         "source",

@@ -32,7 +32,7 @@ class HashCluster:
         *,
         prefill: int = 1,
         decode: int = 1,
-        unified: bool = False,
+        unified: bool | int = False,
         num_blocks: int = 64,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
@@ -48,11 +48,13 @@ class HashCluster:
         make_transport: TransportFactory | None = None,
         router: RouterConfig | None = None,
     ) -> None:
+        """`unified`: all nodes are, or so many beside the others."""
         self.compute = HashComputeFactory(num_blocks, step_s=step_s)
         config = LocalConfig(
-            topology=Topology.UNIFIED if unified else Topology.DISAGGREGATED,
+            topology=Topology.UNIFIED if unified is True else Topology.DISAGGREGATED,
             num_prefill=prefill,
             num_decode=decode,
+            num_unified=0 if unified is True else unified,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             enable_prefix_caching=prefix_caching,

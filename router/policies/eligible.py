@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from protocol import NoHealthyNode, PromptTooLong, Role
 from router.decision import Candidate
 from router.facts import RequestFacts
+from router.path import path_between
 from router.prediction import Prediction
 from router.view import NodeView, RouterView
+
+_SUSPECT_FACTOR = 3.0  # times the usual silence
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,42 @@ def can_hand_off(prefill: NodeView, decode: NodeView) -> bool:
 def find_eligible(facts: RequestFacts, view: RouterView, prediction: Prediction) -> Eligible:
     """Sort out the nodes that cannot serve the request, each with its reason.
 
+    Those that have been silent for suspiciously long are sorted out as well, if others are left.
+
     Raises:
         NoHealthyNode: none is left that could; names the missing role.
         PromptTooLong: no node of that role, healthy or not, could ever hold it.
     """
     nodes = sorted(view.nodes, key=lambda node: node.node_id)
     reasons = {node.node_id: _why_not(node, facts, view) for node in nodes}
+    suspects = [node for node in nodes if reasons[node.node_id] is None and _suspect(node, view)]
+    trusted = {n.info.role for n in nodes if reasons[n.node_id] is None and n not in suspects}
+    for avoided in (suspects, [node for node in suspects if node.info.role in trusted]):
+        if avoided:
+            doubted = reasons.copy()
+            doubted.update((n.node_id, f"silent for {n.silence_s:.1f} s") for n in avoided)
+            with contextlib.suppress(NoHealthyNode):
+                return _sort_out(facts, view, prediction, nodes, doubted)
+    return _sort_out(facts, view, prediction, nodes, reasons)
+
+
+def _suspect(node: NodeView, view: RouterView) -> bool:
+    """Whether it has shown no life for long, and longer than is usual among its peers.
+
+    Where all are silent, it is the directory that is slow.
+    """
+    peers = [n.silence_s for n in view.nodes if n.connected and n is not node]
+    usual = median(peers) if peers else 0.0
+    return node.silence_s > max(view.config.suspect_after_s, _SUSPECT_FACTOR * usual)
+
+
+def _sort_out(
+    facts: RequestFacts,
+    view: RouterView,
+    prediction: Prediction,
+    nodes: Sequence[NodeView],
+    reasons: dict[str, str | None],
+) -> Eligible:
 
     def left(role: Role) -> tuple[NodeView, ...]:
         return tuple(n for n in nodes if n.info.role is role and reasons[n.node_id] is None)
@@ -44,7 +79,12 @@ def find_eligible(facts: RequestFacts, view: RouterView, prediction: Prediction)
     prefill, decode = left(Role.PREFILL), left(Role.DECODE)
     partners: dict[str, tuple[NodeView, ...]] = {}
     for node in decode:
-        able = tuple(candidate for candidate in prefill if can_hand_off(candidate, node))
+        able = tuple(
+            candidate
+            for candidate in prefill
+            if can_hand_off(candidate, node)
+            and path_between(candidate.info, node.info) not in facts.broken
+        )
         if prediction.skips_prefill(node):
             partners[node.node_id] = ()
         elif able:
@@ -64,6 +104,8 @@ def find_eligible(facts: RequestFacts, view: RouterView, prediction: Prediction)
 def _why_not(node: NodeView, facts: RequestFacts, view: RouterView) -> str | None:
     if node.info.fingerprint != view.fingerprint:
         return "another fingerprint: it serves another model"
+    if not node.connected:
+        return "not connected"
     if not node.alive:
         return "its heartbeats stopped"
     if node.status is None:

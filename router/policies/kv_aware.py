@@ -1,7 +1,9 @@
 """The default policy: the least predicted time to first token, where the KV cache has room.
 
     1. Decode node: one with a free seat and KV headroom; of those, the least
-       batch share + KV usage + weight * share of the prompt that would have to be transferred.
+       batch share + KV usage + weight * share of the prompt that would have to be transferred
+       + weight * how much longer its steps take than usual.
+       Before all others, one that has had a part of the request: its hits are there.
     2. Prefill node, of those that can hand off to it: the least predicted TTFT,
        (queued + uncached tokens) / measured prefill rate + transfer.
        None, if the decode node has so much of the prompt that it computes the rest itself.
@@ -39,15 +41,18 @@ class _KvAware:
     def __init__(self, facts: RequestFacts, view: RouterView) -> None:
         self._facts = facts
         self._weight = view.config.decode_transfer_weight
+        self._slowness_weight = view.config.slowness_weight
         self._prediction = Prediction(facts, view)
         self._eligible = find_eligible(facts, view, self._prediction)
 
     def decide(self) -> RoutingDecision:
         plans = self._plans()
-        best = min(plans, key=lambda plan: (not plan.fits, plan.ttft_s))
+        best = min(plans, key=lambda p: (not self._preferred(p.decode), not p.fits, p.ttft_s))
         reason = _REASONS[best.kind]
         if not best.fits:
             reason += "; it has no room now, the request will wait"
+        if self._preferred(best.decode):
+            reason += "; the decode node stays the same"
         return self._prediction.decide(best, reason=reason, candidates=self._candidates(plans[0]))
 
     def _plans(self) -> list[Plan]:
@@ -63,8 +68,15 @@ class _KvAware:
     def _best_decode(self) -> NodeView:
         return min(
             self._eligible.decode,
-            key=lambda node: (not self._prediction.fits(node), self._decode_score(node)),
+            key=lambda node: (
+                not self._preferred(node),
+                not self._prediction.fits(node),
+                self._decode_score(node),
+            ),
         )
+
+    def _preferred(self, node: NodeView) -> bool:
+        return node.node_id in self._facts.prefer
 
     def _best_prefill(self, decode: NodeView) -> NodeView | None:
         return min(
@@ -90,6 +102,7 @@ class _KvAware:
             "batch": self._prediction.seats(node),
             "kv": 1 - self._prediction.spare_blocks(node) / node.info.num_blocks,
             "transfer": self._weight * uncached / self._facts.num_tokens,
+            "slowness": self._slowness_weight * self._prediction.slowness(node),
         }
 
     def _candidates(self, first: Plan) -> list[Candidate]:

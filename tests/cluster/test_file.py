@@ -26,6 +26,7 @@ from protocol import ConfigError, Role
 from router import RouterConfig
 from scheduler import SchedulerKnobs
 from tests.cluster.other_knobs import OTHER_KNOBS, UNSUPPORTED
+from tests.hash_model import HASH_MODEL
 
 SHIPPED = Path(__file__).parents[2] / "cluster.yaml"
 KNOBS = sorted(knob.name for knob in dataclasses.fields(SchedulerKnobs))
@@ -44,9 +45,12 @@ def read(tmp_path: Path) -> Read:
 
 
 class TestTheShippedFile:
-    def test_it_gives_the_defaults(self) -> None:
-        shipped = load_yaml(SHIPPED, ClusterFile)
-        assert shipped.local_config() == LocalConfig()
+    def test_it_gives_the_defaults_but_for_the_numbers_of_nodes(self) -> None:
+        shipped, defaults = load_yaml(SHIPPED, ClusterFile), ClusterFile()
+        assert shipped.local_config() == LocalConfig(num_prefill=2, num_decode=2)
+        for section in ("gateway", "ray", "directory", "autoscaling"):
+            assert getattr(shipped, section) == getattr(defaults, section), section
+        assert shipped.resources() == defaults.resources()
         cache_dir = Path("cache")
         assert shipped.serve_config(cache_dir) == ClusterFile().serve_config(cache_dir)
         assert ClusterFile().serve_config(cache_dir) == ServeConfig(
@@ -114,7 +118,7 @@ def test_everything_at_once(read: Read) -> None:
 
 class TestKnobs:
     @pytest.mark.parametrize("name", [name for name in KNOBS if name not in UNSUPPORTED])
-    @pytest.mark.parametrize("place", ["scheduler", "prefill.scheduler", "decode.scheduler"])
+    @pytest.mark.parametrize("place", ["scheduler", *(f"{role}.scheduler" for role in Role)])
     def test_each_can_be_set(self, read: Read, place: str, name: str) -> None:
         values = OTHER_KNOBS[name]
         role = place.rpartition(".")[0]
@@ -154,7 +158,8 @@ class TestSettingsOverIt:
 
     def test_a_knob_is_then_that_of_all_nodes(self, read: Read) -> None:
         file = read(
-            "prefill: {scheduler: {max_num_seqs: 8}}\ndecode: {scheduler: {max_num_seqs: 7}}"
+            "prefill: {scheduler: {max_num_seqs: 8}}\ndecode: {scheduler: {max_num_seqs: 7}}\n"
+            "unified: {scheduler: {max_num_seqs: 6}}"
         )
         local = file.with_settings({"scheduler.max_num_seqs": 9}).local_config()
         assert local == LocalConfig(scheduler=SchedulerKnobs(max_num_seqs=9))
@@ -174,9 +179,9 @@ class TestSettingsOverIt:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("modle: x\n", "1: modle: is unknown (did you mean model?); known are model, topology,"),
+        ("modle: x\n", "1: modle: is unknown (did you mean model?); known are name, model, topology,"),
         ("\nprefill:\n  cuont: 1\n",
-         "3: prefill.cuont: is unknown (did you mean count?); known are count, threads"),
+         "3: prefill.cuont: is unknown (did you mean count?); known are num_cpus, num_gpus"),
         ("scheduler:\n  max_num_seq: 1\n",
          "2: scheduler.max_num_seq: is unknown (did you mean max_num_seqs?); known are max_num_s"),
         ("decode:\n  scheduler:\n    polizy: 1\n",
@@ -212,6 +217,11 @@ def test_what_may_not_stand_in_it(read: Read, text: str, said: str) -> None:
     [
         ("prefill: {count: 0}", "prefill.count"),
         ("decode: {count: 0}", "decode.count"),
+        ("unified: {count: -1}", "unified.count"),
+        ("unified: {count: 1}\ndecode: {count: 0}", "decode.count"),
+        ("unified: {cpus: [0]}", "unified.cpus"),
+        ("unified: {scheduler: {max_num_seqs: 0}}", "unified.scheduler.max_num_seqs"),
+        ("unified: {cache: {kv_memory: lots}}", "unified.cache.kv_memory"),
         ("max_model_len: 1", "max_model_len"),
         ("cache: {block_size: 17}", "cache.block_size"),
         ("cache: {kv_memory: lots}", "cache.kv_memory"),
@@ -260,6 +270,32 @@ def test_a_kind_of_node_may_have_a_cache_of_other_sizes(read: Read) -> None:
     assert config.decode_cache == CacheSize(block_size=64, num_blocks=100)
     assert config.cache_size(Role.UNIFIED) == config.decode_cache
     assert ClusterFile().local_config().cache_size(Role.PREFILL) == CacheSize()
+
+
+class TestUnified:
+    def test_what_is_left_out_is_as_in_decode(self, read: Read) -> None:
+        local = read(
+            "processes: true\nunified: {count: 2}\n"
+            "decode: {threads: 3, cache: {num_blocks: 9}, scheduler: {max_num_seqs: 7}}\n"
+        ).local_config()
+        assert local.num_nodes == {Role.PREFILL: 1, Role.DECODE: 1, Role.UNIFIED: 2}
+        assert local.cores(Role.UNIFIED) == NodeCores(threads=3)
+        assert local.cache_size(Role.UNIFIED) == CacheSize(num_blocks=9)
+        assert local.scheduler_config(Role.UNIFIED, HASH_MODEL, 9).max_num_seqs == 7
+
+    def test_value_by_value(self, read: Read) -> None:
+        local = read(
+            "processes: true\ncache: {block_size: 32}\nscheduler: {policy: priority}\n"
+            "decode: {threads: 3, cpus: [0, 1, 2], cache: {block_size: 64, num_blocks: 9},\n"
+            "         scheduler: {max_num_seqs: 7}}\n"
+            "unified: {count: 1, threads: 2, cache: {kv_memory: 2GiB},\n"
+            "          scheduler: {max_num_batched_tokens: 99}}\n"
+        ).local_config()
+        assert local.unified_cores == NodeCores(threads=2, cpus=(0, 1, 2))
+        assert local.unified_cache == CacheSize(block_size=64, kv_memory_bytes=2 << 30)
+        assert local.unified_scheduler == SchedulerKnobs(
+            policy="priority", max_num_seqs=7, max_num_batched_tokens=99
+        )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol import InvalidRequest, PromptTooLong, SamplingParams
+from protocol import InvalidRequest, PauseMode, PromptTooLong, SamplingParams
 from tests.hash_cluster import HashCluster, read, until
 from tests.hash_model import LAYERS, expected_tokens, prompt_of
 
@@ -77,6 +77,31 @@ async def test_nothing_in_a_pool_counts_but_what_was_pushed() -> None:
         prefill.pool[:] = 0xBEEF
         answers = await asyncio.gather(*map(read, streams))
     assert answers == [expected_tokens(prompt, sampling) for prompt in prompts]
+
+
+async def test_hand_offs_under_way_are_shown_to_whoever_asks() -> None:
+    """But not with each step, of which most have more important things to tell."""
+    async with HashCluster().running() as cluster:
+        prefill, decode = cluster.local.nodes
+        await decode.pause(PauseMode.KEEP)
+        streams = [
+            await cluster.submit(prompt_of(50, seed), SamplingParams(max_tokens=4))
+            for seed in range(3)
+        ]
+        await until(lambda: prefill.host.status().num_generated_tokens == 3)
+        for node, direction in ((prefill, "push"), (decode, "receive")):
+            live = (await node.status()).transfers.live
+            assert [(t.direction, t.state) for t in live] == [(direction, "reserving")] * 3
+            assert node.host.status().transfers.active == 3
+            assert node.host.status().transfers.live == ()
+        assert sorted(t.ticket for t in (await prefill.status()).transfers.live) == [
+            f"r{number}/0" for number in range(3)
+        ]
+        await decode.resume()
+        for stream in streams:
+            await read(stream)
+        await cluster.at_rest()
+        assert (await decode.status()).transfers.live == ()
 
 
 async def test_one_token_needs_no_decode_node() -> None:

@@ -149,15 +149,15 @@ def test_jobs_enter_the_scheduler_with_the_time_that_they_came_with(world: World
 # ---------------------------------------------------------------------- what is told
 
 
-def test_d_goes_on_at_the_second_token(world: World) -> None:
+def test_d_goes_on_behind_the_emitted_tokens(world: World) -> None:
     request = world.ask(prompt_of(40), 8)
     expected = expected_tokens(prompt_of(40), SamplingParams(max_tokens=8))
     world.give_p(request, emitted=tuple(expected[:2]), attempt=1)
     world.give_d(request, emitted=tuple(expected[:2]), attempt=1)
     world.go_on(20)
     deltas = world.told(world.d, request)
-    assert deltas[0].position == 3
-    assert [token for delta in deltas for token in delta.token_ids] == expected[3:]
+    assert deltas[0].position == 2
+    assert [token for delta in deltas for token in delta.token_ids] == expected[2:]
     assert deltas[-1].finish_reason is FinishReason.LENGTH
     timeline = deltas[-1].timeline
     assert timeline is not None

@@ -131,3 +131,41 @@ async def test_a_node_dies_in_the_middle_of_a_push(crashes: list[type[BaseExcept
 
 def _break() -> None:
     raise BrokenModel
+
+
+async def test_d_keeps_its_reservation_when_p_dies(crashes: list[type[BaseException]]) -> None:
+    """The dispatcher sends the next attempt to the same D, which goes on with what it has."""
+    sampling = SamplingParams(max_tokens=20)
+    prompt = prompt_of(300)
+    cluster = HashCluster(
+        prefill=2,
+        decode=2,
+        max_num_batched_tokens=16,
+        step_s=0.005,
+        router=RouterConfig(default_prefill_tokens_per_s=1e5, retry_backoff_s=0.001),
+    )
+    names = [node.info.node_id for node in cluster.local.nodes]
+    runners = dict(zip(names, cluster.compute.runners, strict=True))
+    async with running(cluster):
+        stream = await cluster.submit(prompt, sampling)
+        prefill = [node.host for node in cluster.local.prefill_nodes]
+        decode = [node.host for node in cluster.local.decode_nodes]
+        async with asyncio.timeout(TIMEOUT_S):
+            while not any(host.status().blocks.used for host in decode):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        (computing,) = [host for host in prefill if host.jobs]
+        (receiving,) = [host for host in decode if host.jobs]
+        (key,) = receiving.jobs
+        before = list(receiving.engine.scheduler.requests[key].block_ids)
+        kill(runners[computing.info.node_id])
+        async with asyncio.timeout(TIMEOUT_S):
+            while not receiving.status().transfers.retargeted:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert receiving.status().transfers.retargeted == {"kept": 1}
+        assert list(receiving.jobs) == [key]  # the same request of the scheduler
+        assert receiving.engine.scheduler.requests[key].block_ids[: len(before)] == before
+        assert await asyncio.wait_for(read(stream), TIMEOUT_S) == expected_tokens(prompt, sampling)
+        flight_timeline = stream.timeline  # type: ignore[attr-defined]
+        assert flight_timeline.reserved < flight_timeline.routed  # for the attempt before
+        assert receiving.status().num_prompt_tokens_computed == 0
+    assert crashes == [BrokenModel]

@@ -14,6 +14,7 @@ class MemoryHarness:
         directory = MemoryDirectory(clock=lambda: self.now)
         self.node_side: Directory = directory
         self.router_side: Directory = directory
+        self.ttl_s = TTL_S
 
     def advance(self, seconds: float) -> None:
         self.now += seconds

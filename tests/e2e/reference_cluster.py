@@ -7,16 +7,25 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from cluster import LocalCluster, LocalConfig, NodeCompute, ProcessCluster
 from cluster.torch_compute import torch_compute
 from engine.kv_cache import KVCache
 from engine.weights import ModelFiles, ModelStore
 from protocol import GenerationRequest, Role, SamplingParams
+from router import Dispatcher
 from tests.process_cluster import started
 from tests.reference.cases import MODEL, NUM_OUTPUT_TOKENS, ReferenceCase
 
 Cluster = LocalCluster | ProcessCluster
+
+
+class Routed(Protocol):
+    """Whatever answers requests."""
+
+    @property
+    def dispatcher(self) -> Dispatcher: ...
 
 
 def reference_model() -> ModelFiles:
@@ -58,7 +67,7 @@ async def serving_pools(
 
 
 async def answer(
-    cluster: Cluster, case: ReferenceCase, num_tokens: int = NUM_OUTPUT_TOKENS
+    cluster: Routed, case: ReferenceCase, num_tokens: int = NUM_OUTPUT_TOKENS
 ) -> list[int]:
     request = GenerationRequest(
         request_id=case.name,
@@ -71,7 +80,7 @@ async def answer(
 
 
 async def check_all(
-    cluster: Cluster,
+    cluster: Routed,
     cases: Sequence[ReferenceCase],
     concurrency: int,
     num_tokens_of: Callable[[ReferenceCase], int],

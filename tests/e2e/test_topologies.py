@@ -50,12 +50,11 @@ class TestRealModel:
         [
             (("--topology", "unified"), ["unified-0"]),
             (
-                ("--prefill", "2", "--decode", "2", "--policy", "round_robin"),
+                ("--prefill", "2", "--decode", "2", "--policy", "round_robin", *SMALL_STEPS),
                 ["prefill-0", "prefill-1", "decode-0", "decode-1"],
             ),
-            (SMALL_STEPS, ["prefill-0", "decode-0"]),
         ],
-        ids=["unified", "2 + 2", "small steps"],
+        ids=["unified", "2 + 2"],
     )
     def test(
         self, real_model: str, tmp_path: Path, options: tuple[str, ...], nodes: list[str]

@@ -1,8 +1,8 @@
-"""What the engine's tests share: a tiny model, in our code and in transformers'."""
+"""What the engine's tests share: a tiny model, in our code and in transformers'; a node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.models import CausalLM, load_model
+from tests.engine.hosted_node import Node
 from tests.engine.tiny import tiny_model_dir
 
 Reference = Callable[[list[int]], Tensor]
@@ -42,3 +43,13 @@ def reference_for(directory: Path) -> Reference:
         return result
 
     return logits
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node()
+    made.host.start(made.role)
+    yield made
+    made.let_go()
+    made.host.stop()
+    assert not made.thread.is_alive()

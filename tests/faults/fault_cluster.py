@@ -22,7 +22,8 @@ from cluster import (
     TransferConfig,
     TransportChoice,
 )
-from cluster.node_builder import BuiltNode, stop_node
+from cluster.engine_node import EngineNode
+from cluster.node_builder import stop_node
 from cluster.remote_node import RemoteNode
 from kv_transfer import FaultPlan, OnTransferFailure
 from protocol import (
@@ -109,7 +110,7 @@ class FaultCluster(ABC):
 
     @property
     @abstractmethod
-    def _nodes(self) -> Sequence[BuiltNode | RemoteNode]: ...
+    def _nodes(self) -> Sequence[EngineNode | RemoteNode]: ...
 
     @abstractmethod
     async def kill(self, node_id: str) -> None:
@@ -123,7 +124,7 @@ class FaultCluster(ABC):
     def go_on(self, node_id: str) -> None: ...
 
     @property
-    def living(self) -> dict[str, BuiltNode | RemoteNode]:
+    def living(self) -> dict[str, EngineNode | RemoteNode]:
         return {n.info.node_id: n for n in self._nodes if n.info.node_id not in self.dead}
 
     def living_of(self, role: str) -> list[str]:
@@ -240,10 +241,10 @@ class MemoryCluster(FaultCluster):
         return self.local.dispatcher
 
     @property
-    def _nodes(self) -> Sequence[BuiltNode]:
+    def _nodes(self) -> Sequence[EngineNode]:
         return self.local.nodes
 
-    def _node(self, node_id: str) -> BuiltNode:
+    def _node(self, node_id: str) -> EngineNode:
         return next(node for node in self.local.nodes if node.info.node_id == node_id)
 
     async def kill(self, node_id: str) -> None:

@@ -397,17 +397,22 @@ class TestLargeBodies:
 
 
 @pytest.mark.parametrize(
-    ("refusal", "status", "kind"),
+    ("refusal", "status", "kind", "retry_after"),
     [
-        (Overloaded("too many", 2.1), 429, "rate_limit_error"),
-        (NoHealthyNode("no decode node"), 503, "service_unavailable_error"),
-        (InvalidRequest("prompt", "no node could hold it"), 400, "invalid_request_error"),
-        (RequestAborted("shutting down"), 503, "service_unavailable_error"),
+        (Overloaded("too many", 2.1), 429, "rate_limit_error", "3"),
+        (NoHealthyNode("no decode node"), 503, "service_unavailable_error", "5"),
+        (InvalidRequest("prompt", "no node could hold it"), 400, "invalid_request_error", None),
+        (RequestAborted("shutting down"), 503, "service_unavailable_error", None),
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])
 async def test_refusals_of_the_backend(
-    tmp_path: Path, refusal: KvrelayError, status: int, kind: str, streams: bool
+    tmp_path: Path,
+    refusal: KvrelayError,
+    status: int,
+    kind: str,
+    retry_after: str | None,
+    streams: bool,
 ) -> None:
     gateway = Gateway(ScriptedBackend(Script(refusal=refusal)), tmp_path)
     async with gateway.client() as client:
@@ -416,7 +421,7 @@ async def test_refusals_of_the_backend(
     error = check_shape(response)
     assert (error["type"], error["code"]) == (kind, refusal.label)
     assert error["message"] == str(refusal)
-    assert response.headers.get("retry-after") == ("3" if status == 429 else None)
+    assert response.headers.get("retry-after") == retry_after
     counted = gateway.metric(
         "kvrelay_requests_total", endpoint="completions", outcome=refusal.label
     )

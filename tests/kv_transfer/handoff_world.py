@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from decode_node import DecodeConfig, LocalDecodeNode
+from decode_node import DecodeConfig, DecodeRole
 from decode_node.config import Reserve
 from engine import Engine, EngineHost, KVCacheConfig, PipelinedEngine
 from engine.loop import ComputedStep
@@ -34,7 +34,7 @@ from kv_transfer import (
 )
 from kv_transfer.digest import Digest, bytes_of, digest_of
 from kv_transfer.geometry import Runs
-from prefill_node import LocalPrefillNode
+from prefill_node import PrefillRole
 from protocol import (
     DecodeJob,
     Delta,
@@ -59,6 +59,7 @@ from tests.kv_transfer.handoff_ends import check_connector_is_empty
 NUM_BLOCKS = 9  # usable ones of each node, if of 16 tokens: room for one long request and a bit
 MAX_LEN = NUM_BLOCKS * 16
 CALLER = "router"
+NOWHERE = "played:nowhere"
 CONFIG = HandoffConfig(
     reserve_timeout_s=300.0, transfer_timeout_s=60.0, heartbeat_s=5.0, max_early=2
 )
@@ -91,7 +92,7 @@ class PlayedWrite:
         ours, theirs, size = self._rows.pop(0)
         may_read = self.is_void or source.holds(self.ticket, ours) or source.gives_up(self.ticket)
         assert may_read, "P gave away what is read"
-        assert target.holds(self.ticket, theirs), "D gave away what is written to"
+        assert target.takes(self.ticket, theirs), "D gave away what is written to"
         target.bytes[theirs : theirs + size] = source.bytes[ours : ours + size]
         if not self._rows:
             self.state = WriteState.DONE
@@ -115,6 +116,7 @@ class Network:
 
     def __init__(self, *, exact_fences: bool) -> None:
         self.exact_fences = exact_fences
+        self.dead: set[str] = set()  # endpoints; that their node has exited is proof as well
         self.ends: dict[str, PlayedTransport] = {}
         self.mail: list[tuple[PlayedTransport, Received]] = []
         self._writes: list[PlayedWrite] = []
@@ -134,6 +136,25 @@ class Network:
         self._writes.append(write)
         return write
 
+    def cut(self, one: PlayedTransport, other: PlayedTransport) -> None:
+        """The two lose each other, and what they had sent. Writes go on, as with remote DMA."""
+        for here, there in ((one, other), (other, one)):
+            here.lost.append(PeerLost(there.endpoint, PeerUnreachable("cut")))
+            here.inbox = [received for received in here.inbox if received.peer != there.endpoint]
+        pair = {one.endpoint, other.endpoint}
+        self.mail = [(t, m) for t, m in self.mail if {t.endpoint, m.peer} != pair]
+
+    def kill(self, end: PlayedTransport) -> None:
+        """The node is gone, and its writes are as far as they were."""
+        for other in self.ends.values():
+            if other is not end:
+                self.cut(end, other)
+        del self.ends[end.endpoint]
+        self.dead.add(end.endpoint)
+        for write in self.writes:
+            if write.source is end:
+                write.fail()
+
     def deliver(self, index: int = 0) -> None:
         target, message = self.mail.pop(index)
         target.inbox.append(message)
@@ -144,7 +165,9 @@ class PlayedTransport:
         self.endpoint = f"played:{name}"
         self.inbox: list[Received] = []
         self._network = network
+        self.lost: list[PeerLost] = []
         self._open: dict[HandoffTicket, frozenset[int]] = {}
+        self._writers: dict[HandoffTicket, str] = {}
         self.table_of: Callable[[str], Sequence[int]]
         self.is_given_up: Callable[[str], bool]
         self.connector: HandoffConnector
@@ -155,6 +178,8 @@ class PlayedTransport:
         self._network.ends[self.endpoint] = self
 
     def resolve(self, endpoint: str) -> str:
+        if endpoint == NOWHERE:
+            raise PeerUnreachable(f"nothing leads to {endpoint}")
         return endpoint
 
     def connect(self, peer: str) -> None:
@@ -166,6 +191,7 @@ class PlayedTransport:
     def open(self, ticket: HandoffTicket, peer: str, block_ids: Sequence[int]) -> None:
         assert ticket not in self._open
         self._open[ticket] = frozenset(block_ids)
+        self._writers[ticket] = peer
 
     def write(self, peer: str, ticket: HandoffTicket, extents: Extents) -> PlayedWrite:
         assert len(extents)
@@ -181,12 +207,14 @@ class PlayedTransport:
         return received
 
     def lost_peers(self) -> Sequence[PeerLost]:
-        return ()
+        lost, self.lost = self.lost, []
+        return lost
 
     def fence(self, ticket: HandoffTicket) -> bool:
         self._open.pop(ticket, None)
         running = any(w.ticket == ticket and w.begun for w in self._network.writes)
-        return self._network.exact_fences and not running
+        exact = self._network.exact_fences and not running
+        return exact or self._writers.get(ticket) in self._network.dead
 
     def close(self) -> None:
         del self._network.ends[self.endpoint]
@@ -202,6 +230,11 @@ class PlayedTransport:
     def holds(self, ticket: HandoffTicket, offset: int) -> bool:
         """Whether the block at this place still belongs to this request."""
         return self._block_at(offset) in self.table_of(str(ticket))
+
+    def takes(self, ticket: HandoffTicket, offset: int) -> bool:
+        """Whether the block belongs to the request whose hand-off this is, and no later one."""
+        sink = self.connector._receive._by_ticket.get(ticket)
+        return sink is not None and self._block_at(offset) in self.table_of(sink.request_id)
 
     def gives_up(self, ticket: HandoffTicket) -> bool:
         """Whether a step that is planned, but has not begun, takes the blocks of this request.
@@ -369,9 +402,9 @@ class PlayedNode:
         request = self.scheduler.requests.get(request_id)
         return () if request is None else request.block_ids
 
-    def play(self, node: LocalPrefillNode | LocalDecodeNode) -> None:
+    def play(self, role: PrefillRole | DecodeRole) -> None:
         """Be ready, as `start` makes it, but for the thread."""
-        self.host._role = node._role
+        self.host._role = role
         self.host._status = self.host._make_status()
 
     def round(self, num_early_blocks: int = 0) -> None:
@@ -418,11 +451,13 @@ class World:
         layerwise: bool = False,
         block_sizes: tuple[int, int] = (16, 16),
         on_transfer_failure: OnTransferFailure = "retry",
+        spare: bool = False,
     ) -> None:
+        """`spare`: there is a second prefill node, `q`."""
         self.now = 1000.0
         self.network = Network(exact_fences=exact_fences)
         config = replace(CONFIG, layerwise=layerwise, on_transfer_failure=on_transfer_failure)
-        self.p, self.d = (
+        self.p, self.d, *spares = (
             PlayedNode(
                 self.network,
                 name,
@@ -433,12 +468,17 @@ class World:
                 block_size=block_size,
             )
             for name, role, block_size in zip(
-                "pd", (Role.PREFILL, Role.DECODE), block_sizes, strict=True
+                "pdq"[: 2 + spare],
+                (Role.PREFILL, Role.DECODE, Role.PREFILL),
+                (*block_sizes, block_sizes[0]),
+                strict=False,
             )
         )
-        self._prefill = LocalPrefillNode(self.p.host, self.p.connector)
-        self._decode = LocalDecodeNode(self.d.host, self.d.connector, DecodeConfig(reserve=reserve))
-        self.p.play(self._prefill)
+        self.prefill = [self.p, *spares]  # those that are alive
+        self._roles = {p.host.info.node_id: PrefillRole(p.host, p.connector) for p in self.prefill}
+        self._decode = DecodeRole(self.d.host, self.d.connector, DecodeConfig(reserve=reserve))
+        for node in self.prefill:
+            node.play(self._roles[node.host.info.node_id])
         self.d.play(self._decode)
         self.requests: dict[str, GenerationRequest] = {}
         self.cancelled: set[str] = set()
@@ -457,29 +497,47 @@ class World:
         self.requests[request.request_id] = request
         return request
 
-    def give_p(self, request: GenerationRequest, **fields: Any) -> None:
+    def give_p(
+        self, request: GenerationRequest, node: PlayedNode | None = None, **fields: Any
+    ) -> None:
+        node = node or self.p
         fields.setdefault("decode_endpoint", self.d.transport.endpoint)
         job = PrefillJob(request=request, caller=CALLER, **fields)
-        self.p.host.submit(job, self._prefill._role.accept)
+        node.host.submit(job, self._roles[node.host.info.node_id])
 
     def give_d(self, request: GenerationRequest, **fields: Any) -> None:
         fields.setdefault("prefill_endpoint", self.p.transport.endpoint)
         job = DecodeJob(request=request, caller=CALLER, **fields)
-        self.d.host.submit(job, self._decode._role.accept)
+        self.d.host.submit(job, self._decode)
 
     def cancel(self, request: GenerationRequest) -> None:
         """On both, as a dispatcher does when one of them failed or the client left."""
         self.cancelled.add(request.request_id)
-        self.p.cancel(request.request_id)
-        self.d.cancel(request.request_id)
+        for node in (*self.prefill, self.d):
+            node.cancel(request.request_id)
+
+    def kill(self, node: PlayedNode) -> None:
+        """A prefill node ends without a word."""
+        self.prefill.remove(node)
+        self.network.kill(node.transport)
+
+    def emitted(self, request: GenerationRequest) -> tuple[int, ...]:
+        """The tokens that the caller has, in order."""
+        nodes = {node.host.info.node_id: node for node in (self.p, self.d, *self.prefill)}
+        told = [delta for node in nodes.values() for delta in self.told(node, request)]
+        tokens: list[int] = []
+        for delta in sorted(told, key=lambda delta: delta.position):
+            if delta.position <= len(tokens):
+                tokens.extend(delta.token_ids[len(tokens) - delta.position :])
+        return tuple(tokens)
 
     def go_on(self, rounds: int = 1, *, writes: bool = True) -> None:
         """What was sent arrives, both nodes have a round, and all writes end."""
         for _ in range(rounds):
             while self.network.mail:
                 self.network.deliver()
-            self.p.round()
-            self.d.round()
+            for node in (*self.prefill, self.d):
+                node.round()
             for write in list(self.network.writes) if writes else ():
                 while write.state is WriteState.PENDING:
                     write.go_on()
@@ -487,7 +545,7 @@ class World:
     def calm_down(self) -> None:
         """All messages and writes arrive, and time goes by, until nothing happens any more."""
         for _ in range(200):
-            if self.p.at_rest and self.d.at_rest and not self.network.mail:
+            if all(n.at_rest for n in (*self.prefill, self.d)) and not self.network.mail:
                 self.go_on()
                 return
             self.go_on(30)
@@ -503,7 +561,8 @@ class World:
     def check_answers(self) -> None:
         """Each request has its tokens, or a failure was told, or nobody wants it any more."""
         for request_id, request in self.requests.items():
-            mine = [*self.told(self.p, request), *self.told(self.d, request)]
+            nodes = {id(node): node for node in (self.p, self.d, *self.prefill)}.values()
+            mine = [delta for node in nodes for delta in self.told(node, request)]
             expected = expected_tokens(request.prompt_token_ids, request.sampling)
             for delta in mine:
                 end = delta.position + len(delta.token_ids)
@@ -514,8 +573,10 @@ class World:
                 for index, token in enumerate(delta.token_ids)
             }  # of a prompt that D computed itself, both may have told the first token
             tokens = [by_position[position] for position in sorted(by_position)]
-            if any(delta.finish_reason for delta in mine):
+            ends = {delta.attempt for delta in mine if delta.finish_reason}
+            if ends:
                 assert tokens == expected
-                assert not any(delta.failure for delta in self.told(self.d, request))
+                told = self.told(self.d, request)
+                assert not any(delta.failure for delta in told if delta.attempt in ends)
             elif request_id not in self.cancelled:
                 assert any(delta.failure for delta in mine), "no answer and no failure"

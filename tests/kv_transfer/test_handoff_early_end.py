@@ -278,4 +278,5 @@ def test_a_shutdown_waits_for_writes_both_ways(p: Prefill, d: Decode) -> None:
     p.until(lambda: SENT in p.told(at_p))
     assert (d.pool.bytes == before).all()
     d.connector.sinks.clear()
+    d.connector._receive._by_ticket.clear()
     d.connector._desk.flush()

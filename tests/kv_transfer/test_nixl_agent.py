@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from protocol import ConfigError
 from tests.kv_transfer.pools import LAYOUT, TIMEOUT_S, GatedPool, make_pool
 
 NUM_BLOCKS = 1 << 18  # 128 MiB: more than kernels keep on the way
+ON_THE_WAY = 16 << 10  # bytes; the beginning of one write is less
 QUIET_S = 0.3  # in which nothing may land
 PATIENCE_S = TIMEOUT_S + 20.0  # for a child that starts beside other work
 
@@ -61,6 +63,19 @@ class Target:
             assert time.monotonic() < deadline
             self.agent.progress()
 
+    def wait_for_bytes_on_the_way(self) -> None:
+        """Until the kernel has more of them for us; a busy machine may not let the writer run."""
+        deadline = time.monotonic() + PATIENCE_S
+        while _num_unread(self.agent.port) < ON_THE_WAY:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def let_in_until_it_ends(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.writer.poll() is None:
+            assert time.monotonic() < deadline
+            self.agent.progress()
+
     def let_in_all(self) -> None:
         """As much as comes before there is nothing for a while."""
         quiet_since, landed = time.monotonic(), self.landed()
@@ -87,6 +102,13 @@ class Target:
         self.writer.wait(TIMEOUT_S)
 
 
+def _num_unread(port: int) -> int:
+    """What the kernel keeps for the connection to a port of ours that has most of it, in bytes."""
+    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ours = [queues for _, local, _, _, queues, *_ in sockets if local.endswith(f":{port:04X}")]
+    return max(int(queues.partition(":")[2], 16) for queues in ours)
+
+
 @pytest.fixture
 def target() -> Iterator[Target]:
     """Over TCP alone, in the middle of a write."""
@@ -100,6 +122,7 @@ def target() -> Iterator[Target]:
 
 def test_bytes_of_a_killed_writer_land_as_long_as_its_agent_here_is_open(target: Target) -> None:
     """If this fails, fences need not close agents any more."""
+    target.wait_for_bytes_on_the_way()
     target.kill_writer()
     landed = target.landed()
     target.let_in_all()
@@ -108,6 +131,7 @@ def test_bytes_of_a_killed_writer_land_as_long_as_its_agent_here_is_open(target:
 
 
 def test_nothing_of_a_killed_writer_lands_after_its_agent_here_is_closed(target: Target) -> None:
+    target.wait_for_bytes_on_the_way()
     target.kill_writer()
     target.agent.close()
     target.bytes[:] = 0
@@ -132,7 +156,7 @@ def test_nothing_lands_while_nobody_makes_progress(target: Target) -> None:
     time.sleep(QUIET_S)
     assert target.landed() == landed
     assert target.writer.poll() is None
-    target.let_in_all()
+    target.let_in_until_it_ends()
     assert target.say() == ["started", "DONE"]
     assert (target.bytes == 1).all()
     target.agent.close()

@@ -47,5 +47,6 @@ def test_what_was_wished_for_is_no_failure() -> None:
         Reason.ENDED_BY_FIRST_TOKEN,
         Reason.CANCELLED,
         Reason.PEER_CANCELLED,
+        Reason.DRAINING,
     }
     assert {r for r in Reason if ended_state(r) is HandoffState.EXPIRED} == {Reason.DEADLINE}

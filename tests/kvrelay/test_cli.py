@@ -18,6 +18,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "--prefill": ("0", "-1", "two", "1.5", ""),
     "--decode": ("0", "-1", "two"),
     "--host": ("", "a..b", "192.0.2.1"),
+    "--unified": ("-1", "two"),
     "--port": ("-1", "65536", "http", ""),
     "--block-size": ("0", "-16", "8", "17", "big"),
     "--kv-memory": ("", "0", "1", "1MiB", "-1GiB", "lots", "900TiB", "9" * 400),

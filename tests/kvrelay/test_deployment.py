@@ -79,9 +79,10 @@ class TestEveryKnobHasAnOption:
 
 
 class TestDefaults:
-    def test_those_of_the_shipped_file_are_those_without_a_file(self) -> None:
+    def test_those_of_the_shipped_file_are_those_without_a_file_but_for_the_nodes(self) -> None:
         ours, shipped = settings(), settings(file=SHIPPED)
-        assert ours.local_config() == shipped.local_config() == LocalConfig()
+        assert ours.local_config() == LocalConfig()
+        assert shipped.local_config() == LocalConfig(num_prefill=2, num_decode=2)
         assert ours.serve_config(Path("c")) == shipped.serve_config(Path("c"))
 
     @pytest.mark.parametrize("place", sorted(OPTIONS))
@@ -115,7 +116,7 @@ class TestOptionsWinOverTheFile:
 
     def test_a_file_for_both_halves_can_be_served_unified(self) -> None:
         local = settings("--topology=unified", file=SHIPPED).local_config()
-        assert local == LocalConfig(topology=Topology.UNIFIED)
+        assert local == LocalConfig(topology=Topology.UNIFIED, num_prefill=2, num_decode=2)
 
 
 class TestBlame:

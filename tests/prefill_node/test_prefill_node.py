@@ -86,15 +86,38 @@ def test_without_a_decode_node_the_request_ends_here(world: World) -> None:
     check_nothing_is_left(world)
 
 
-def test_emitted_tokens_are_forced_and_not_told(world: World) -> None:
+def test_the_next_token_after_emitted_ones_without_a_decode_node(world: World) -> None:
     request = world.ask(prompt_of(30), 8)
     expected = first_tokens(request, 4)
-    world.give_p(request, emitted=expected[:3], attempt=2)
+    world.give_p(request, emitted=expected[:3], attempt=2, decode_endpoint=None)
     for _ in range(5):
         world.p.round()
     (delta,) = told_by_p(world, request)
     assert (delta.attempt, delta.position, delta.token_ids) == (2, 3, expected[3:])
-    world.p.cancel(request.request_id)
+    check_nothing_is_left(world)
+
+
+def test_the_last_emitted_token_goes_with_the_kv_of_all_before_it(world: World) -> None:
+    """Whatever is sampled in its place, here a token that nobody ever told."""
+    request = world.ask(prompt_of(30), 8)
+    expected = first_tokens(request, 3)
+    emitted = (*expected[:2], 12345)
+    world.give_p(request, emitted=emitted, attempt=2)
+    world.give_d(request, emitted=emitted, attempt=2)
+    for _ in range(100):
+        if told_by_p(world, request):
+            break
+        world.go_on()
+    (delta,) = told_by_p(world, request)
+    assert (delta.attempt, delta.position, delta.token_ids) == (2, 3, ())
+    assert delta.handed_off
+    assert timeline_of(delta).prefill_finished is not None
+    world.go_on(2)
+    (at_d,) = world.d.scheduler.requests.values()
+    assert at_d.num_forced_tokens == 2
+    assert tuple(at_d.output_token_ids[:3]) == emitted
+    assert world.told(world.d, request)[0].position == 3
+    world.cancel(request)
     check_nothing_is_left(world)
 
 

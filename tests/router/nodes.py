@@ -58,12 +58,24 @@ def make_node(
     load: NodeLoad | None = None,
     status_age_s: float = 0.0,
     alive: bool = True,
+    connected: bool = True,
+    silence_s: float = 0.0,
+    step_s: float = 0.0,
     **status: Any,
 ) -> NodeView:
     """The first letter of the id is the role: p0, d1, u2."""
     role = {"p": Role.PREFILL, "d": Role.DECODE, "u": Role.UNIFIED}[node_id[0]]
     made = make_info(node_id, role, **(info or {}))
-    return NodeView(made, make_status(made, **status), load or NodeLoad(), status_age_s, alive)
+    return NodeView(
+        made,
+        make_status(made, **status),
+        load or NodeLoad(),
+        status_age_s,
+        alive,
+        connected,
+        silence_s,
+        step_s=step_s,
+    )
 
 
 def make_view(*nodes: NodeView, turn: int = 0, **config: Any) -> RouterView:

@@ -47,8 +47,9 @@ def make_request(request_id: str = "r", max_tokens: int = len(OUTPUT)) -> Genera
 class ScriptedNode:
     """A node of any role. It says nothing by itself."""
 
-    def __init__(self, node_id: str, role: Role) -> None:
-        self.info: NodeInfo = make_info(node_id, role)
+    def __init__(self, node_id: str, role: Role, **info: object) -> None:
+        self.info: NodeInfo = make_info(node_id, role, **info)
+        self.closed = False
         self.jobs: list[Job] = []  # taken
         self.cancelled: list[str] = []
         self.orders: list[str] = []
@@ -76,6 +77,8 @@ class ScriptedNode:
             raise NodeLost(f"node {self.info.node_id} is down")
         if self.refuse is not None:
             raise self.refuse
+        if isinstance(job, DecodeJob):  # which takes over from an older attempt, or ends it
+            self.jobs = [j for j in self.jobs if j.request.request_id != job.request.request_id]
         self.jobs.append(job)
 
     async def cancel(self, request_id: str) -> None:
@@ -86,7 +89,13 @@ class ScriptedNode:
     async def status(self) -> NodeStatus:
         return make_status(self.info)
 
-    async def drain(self) -> None:
+    async def drain(self, timeout_s: float | None = None) -> None:
+        raise NotImplementedError
+
+    async def undrain(self) -> None:
+        raise NotImplementedError
+
+    async def change_role(self, role: Role) -> NodeInfo:
         raise NotImplementedError
 
     async def snapshot(self) -> CacheSnapshot:
@@ -112,8 +121,16 @@ class ScriptedNode:
         self._streams.append(stream)
         if self._lost:
             return
-        while (batch := await stream.get()) is not None:
-            yield batch
+        try:
+            while (batch := await stream.get()) is not None:
+                yield batch
+        finally:
+            self.jobs = [job for job in self.jobs if job.caller != caller]  # nobody listens
+
+    async def close(self) -> None:
+        """What a connection to the node does."""
+        self.closed = True
+        self.lose()
 
     # ------------------------------------------------------------------ what a test makes it do
 
@@ -195,14 +212,16 @@ class ScriptedCluster:
     def __init__(
         self, prefill: int = 2, decode: int = 2, unified: int = 0, **config: object
     ) -> None:
-        self.directory = MemoryDirectory()
+        self.now = 1000.0
+        self.ttl_s = 3600.0
+        self.directory = MemoryDirectory(clock=lambda: self.now)
         self.prefill = [ScriptedNode(f"p{n}", Role.PREFILL) for n in range(prefill)]
         self.decode = [ScriptedNode(f"d{n}", Role.DECODE) for n in range(decode)]
         self.decode += [ScriptedNode(f"u{n}", Role.UNIFIED) for n in range(unified)]
         for node in self.nodes:
             self.directory.register(node.info, ttl_s=3600.0)
             self.directory.heartbeat(make_status(node.info), generation=0)
-        values = {"retry_backoff_s": 0.001} | config
+        values = {"retry_backoff_s": 0.001, "recovery_timeout_s": 0.3} | config
         self.dispatcher = Dispatcher(
             self.directory,
             FINGERPRINT,
@@ -237,8 +256,31 @@ class ScriptedCluster:
             or dispatcher._cluster.load.num_attempts
             or any(dispatcher._cluster.load.load(n.info.node_id) != NodeLoad() for n in self.nodes)
             or any(node.jobs for node in self.nodes)
-            or len(dispatcher._tasks) > len(self.nodes)
+            or len(dispatcher._background)
+            or dispatcher._gate.num_inside
+            or dispatcher._gate.num_waiting
+            or len(dispatcher._room)
         )
+
+    def tell(self, node: ScriptedNode, **status: object) -> None:
+        """The node has this to say to the directory."""
+        self.directory.register(node.info, ttl_s=self.ttl_s)
+        status_now = make_status(node.info, **status)  # type: ignore[arg-type]
+        self.directory.heartbeat(status_now, generation=node.info.generation)
+
+    def join(self, node_id: str, role: Role, **info: object) -> ScriptedNode:
+        """A node comes, or comes back under a later generation."""
+        node = ScriptedNode(node_id, role, **info)
+        self.tell(node)
+        self.forget(node_id)
+        (self.prefill if role is Role.PREFILL else self.decode).append(node)
+        self.dispatcher.add_node(node)
+        return node
+
+    def forget(self, node_id: str) -> None:
+        """It is not of this cluster any more, for a test."""
+        self.prefill = [node for node in self.prefill if node.info.node_id != node_id]
+        self.decode = [node for node in self.decode if node.info.node_id != node_id]
 
     def holders(self, nodes: Iterable[ScriptedNode]) -> list[ScriptedNode]:
         return [node for node in nodes if node.jobs]

@@ -17,6 +17,7 @@ from protocol import (
 )
 from router import NodeLoad, RouterConfig
 from router.cluster_view import ClusterView
+from router.view import Contact
 from tests.router.nodes import FINGERPRINT, make_info, make_status
 
 PROMPT = tuple(range(100))
@@ -182,3 +183,55 @@ def test_nothing_is_heard_after_close(watched: Watched) -> None:
     watched.view.close()
     watched.publish(1, BlockStored(HASHES, None))
     assert watched.hits() == 0
+
+
+# ---------------------------------------------------------------------- connections
+
+
+def contact(info: NodeInfo, heard_age_s: float = 100.0) -> dict[str, Contact]:
+    return {info.node_id: Contact(info, heard_age_s)}
+
+
+def test_a_node_is_connected_in_its_generation_only(watched: Watched) -> None:
+    info = watched.register()
+    assert not watched.view.nodes({})[0].connected
+    assert watched.view.nodes(contact(info))[0].connected
+    watched.register(generation=1)
+    assert not watched.view.nodes(contact(info))[0].connected
+
+
+def test_a_node_is_alive_while_it_is_heard_anywhere(watched: Watched) -> None:
+    info = watched.register()
+    watched.now += 2.0
+    (node,) = watched.view.nodes(contact(info))
+    assert (node.alive, node.silence_s, node.ttl_s) == (True, 2.0, 3.0)
+    watched.now += 2.0
+    (node,) = watched.view.nodes(contact(info))
+    assert (node.alive, node.silence_s) == (False, 4.0)
+    (node,) = watched.view.nodes(contact(info, heard_age_s=0.5))
+    assert (node.alive, node.silence_s, node.status_age_s) == (True, 0.5, 4.0)
+
+
+def test_a_connected_node_outlives_its_record(watched: Watched) -> None:
+    info = watched.register()
+    watched.directory.heartbeat(make_status(info, num_running=3), generation=0)
+    watched.view.refresh()
+    watched.directory.deregister("p0", generation=0)
+    watched.now += 5.0
+    (node,) = watched.view.nodes(contact(info))
+    assert node.status is not None
+    assert (node.status.num_running, node.alive, node.status_age_s) == (3, True, 5.0)
+    assert watched.view.nodes({}) == ()
+    assert watched.view.nodes(contact(info)) == ()  # nothing is known of it any more
+
+
+def test_what_is_gone_is_forgotten(watched: Watched) -> None:
+    watched.register()
+    watched.snapshot(0)
+    assert watched.view.index.needs_snapshot() == frozenset()
+    watched.view.nodes({})
+    watched.directory.deregister("p0", generation=0)
+    watched.view.nodes({})
+    watched.register()
+    watched.view.nodes({})
+    assert watched.view.index.needs_snapshot() == {"p0"}  # as if it had never been here

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,11 +9,13 @@ import pytest
 
 from protocol import (
     Delta,
+    Failure,
     FinishReason,
     GenerationRequest,
     NodeLost,
     RequestAborted,
     RequestFailed,
+    Role,
     SamplingParams,
     Timeline,
     TokenChunk,
@@ -20,6 +23,9 @@ from protocol import (
 from router import RouterConfig
 from router.admission import Admission
 from router.flight import Flight
+from router.roster import Member
+from router.setbacks import Setbacks
+from tests.router.scripted_nodes import ScriptedNode
 
 
 class Tower:
@@ -39,7 +45,9 @@ class Tower:
             sampling=SamplingParams(),
             arrival_time=5.0,
         )
-        return Flight(request, self.admission.admit(3), self._abandon, self._stall_timeout_s)
+        setbacks = Setbacks(RouterConfig(), random.Random(0))
+        lease = self.admission.admit(3)
+        return Flight(request, lease, self._abandon, self._stall_timeout_s, setbacks)
 
     async def _abandon(self, flight: Flight) -> None:
         self.abandoned.append(flight)
@@ -240,3 +248,46 @@ async def test_instants_of_all_nodes_come_together() -> None:
     assert flight.timeline.arrived == 5.0
     assert flight.timeline.prefill_started == 6.0
     assert flight.timeline.reserved == 7.0
+
+
+# ---------------------------------------------------------------------- who is to blame
+
+
+def members() -> dict[str, Member]:
+    nodes = (ScriptedNode("p0", Role.PREFILL), ScriptedNode("d0", Role.DECODE))
+    return {node.info.node_id: Member(node, "caller", 0.0) for node in nodes}
+
+
+@pytest.mark.parametrize(
+    ("reporter", "label", "blamed", "blamed_without_p", "kept"),
+    [
+        ("p0", "node_lost", {"p0"}, {"p0"}, "d0"),
+        ("d0", "node_lost", {"d0"}, {"d0"}, None),
+        ("p0", "transfer_failed", {"p0", "d0"}, {"p0"}, "d0"),
+        ("d0", "transfer_failed", {"p0", "d0"}, {"p0"}, "d0"),
+    ],
+)
+async def test_who_is_avoided_after_a_failure(
+    reporter: str, label: str, blamed: set[str], blamed_without_p: set[str], kept: str | None
+) -> None:
+    flight, here = Tower().flight(), members()
+    flight.begin_attempt(here, "d0")
+    flight.blame(here[reporter], Failure(label, "it failed", retryable=True))
+    assert flight.blamed(frozenset({"p0", "d0"})) == blamed
+    assert flight.blamed(frozenset({"d0"})) == blamed_without_p
+    assert flight.decode_node_id == kept
+    for node_id in here:
+        flight.forgive(node_id)
+    assert flight.blamed(frozenset({"p0", "d0"})) == set()
+    flight.abort()
+
+
+async def test_only_the_member_that_has_the_job_is_open() -> None:
+    flight, here = Tower().flight(), members()
+    flight.begin_attempt(here, "d0")
+    assert flight.is_open_at(here["d0"])
+    assert not flight.is_open_at(members()["d0"])  # another one of the same id
+    assert set(flight.take_open()) == set(here.values())
+    assert flight.take_open() == []
+    assert not flight.is_open_at(here["d0"])
+    flight.abort()

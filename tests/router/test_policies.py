@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import (
@@ -357,6 +357,7 @@ def test_every_node_has_its_turn() -> None:
 
 
 @EVERY_POLICY
+@settings(deadline=None)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_decisions_are_deterministic_complete_and_printable(
     policy: RoutingPolicy, data: st.DataObject, seed: int
@@ -419,7 +420,7 @@ def test_explain_is_a_table() -> None:
         "transfer_s=0.00712\n"
         "   prefill  p1    1.031  queued_tokens=512 uncached_tokens=512 tokens_per_s=1000 "
         "transfer_s=0.00712\n"
-        "*  decode   d0    0.552  batch=0.01562 kv=0.036 transfer=0.5\n"
+        "*  decode   d0    0.552  batch=0.01562 kv=0.036 transfer=0.5 slowness=0\n"
         "   decode   d1    -      excluded: draining"
     )
 
@@ -458,3 +459,67 @@ def test_salted_and_plain_prompts_share_nothing() -> None:
 
 def test_policies_are_known_by_name() -> None:
     assert all(get_policy(name) is policy for name, policy in POLICIES.items())
+
+
+# ---------------------------------------------------------------------- slow rather than dead
+
+
+def why_not(decision: RoutingDecision) -> dict[str, str | None]:
+    return {c.node_id: c.excluded for c in decision.candidates if c.excluded is not None}
+
+
+@EVERY_POLICY
+def test_a_silent_node_is_used_only_if_there_is_nobody_else(policy: RoutingPolicy) -> None:
+    silent, slow = make_node("d0", silence_s=4.0), make_node("p0", silence_s=9.0)
+    for turn in range(3):
+        view = make_view(silent, make_node("d1"), slow, make_node("p1"), turn=turn)
+        decision = policy(request(), view)
+        assert (decision.prefill_node_id, decision.decode_node_id) == ("p1", "d1")
+        assert why_not(decision) == {"d0": "silent for 4.0 s", "p0": "silent for 9.0 s"}
+        assert "excluded: silent for 4.0 s" in decision.explain()
+    decision = policy(request(), make_view(silent, slow, make_node("p1")))
+    assert (decision.prefill_node_id, decision.decode_node_id) == ("p1", "d0")
+    decision = policy(request(), make_view(silent, slow))
+    assert (decision.prefill_node_id, decision.decode_node_id) == ("p0", "d0")
+
+
+def test_silence_that_is_usual_says_nothing() -> None:
+    ages = {"p0": 8.0, "d0": 12.0, "d1": 11.0}
+    view = make_view(*(make_node(node_id, silence_s=age) for node_id, age in ages.items()))
+    assert why_not(kv_aware(request(), view)) == {}
+
+
+def test_a_silent_node_stands_in_for_one_that_has_failed_the_request() -> None:
+    view = make_view(make_node("d0", silence_s=4.0), *nodes("d1", "p0"))
+    facts = replace(request(), avoid=frozenset({"d1"}))
+    assert kv_aware(facts, view).decode_node_id == "d0"
+
+
+def test_a_node_that_is_not_connected_is_excluded() -> None:
+    decision = kv_aware(request(), make_view(make_node("d0", connected=False), *nodes("d1", "p0")))
+    assert why_not(decision) == {"d0": "not connected"}
+
+
+def test_a_decode_node_with_longer_steps_gets_less() -> None:
+    """But a little longer says nothing, nor does a slow node lose what only it has room for."""
+
+    def chosen(slow_s: float, **fast: Any) -> str:
+        slow = make_node("d0", step_s=slow_s)
+        view = make_view(slow, make_node("d1", step_s=0.02, **fast), make_node("p0"))
+        return kv_aware(request(), view).decode_node_id
+
+    assert chosen(0.02) == "d0"
+    assert chosen(0.03) == "d0"
+    assert chosen(0.1) == "d1"
+    assert chosen(0.0) == "d0"  # not measured
+    assert chosen(0.1, num_running=32) == "d1"
+    assert chosen(0.1, num_running=64) == "d0"
+
+
+def test_the_decode_node_that_has_had_a_part_is_kept() -> None:
+    view = make_view(make_node("d0"), make_node("d1", num_running=63), *nodes("p0", "u0"))
+    facts = replace(request(), prefer=frozenset({"d1"}))
+    decision = kv_aware(facts, view)
+    assert decision.decode_node_id == "d1"
+    assert "the decode node stays the same" in decision.reason
+    assert kv_aware(replace(facts, avoid=frozenset({"d1"})), view).decode_node_id != "d1"
