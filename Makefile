@@ -61,7 +61,8 @@ verify: setup ## the reference test: the tokens of every combination against an 
 	$(BIN)/pytest tests/e2e/test_reference.py --all-combinations $(ARGS)
 
 faults: setup ## every state of a hand-off × every fault × every transport, a long soak, and chaos
-	$(BIN)/pytest tests/faults tests/kv_transfer/test_handoff_chaos.py --all-faults \
+	$(BIN)/pytest tests/faults tests/ray tests/multihost \
+	    tests/kv_transfer/test_handoff_chaos.py --all-faults \
 	    --hypothesis-profile=patient $(ARGS)
 
 bench: setup ## run every benchmark; each prints its result as JSON

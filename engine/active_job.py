@@ -23,6 +23,7 @@ class ActiveJob:
     timeline: Timeline = field(default_factory=Timeline)
     num_cached_tokens: int | None = None
     position: int = 0  # of the next output token to be told
+    failed: bool = False  # the caller has heard so of this attempt
 
     def __post_init__(self) -> None:
         self.position = len(self.job.emitted)

@@ -355,7 +355,7 @@ class EngineHost:
     def pass_on(self, active: ActiveJob, job: Job) -> None:
         """What the node has of an older attempt is this attempt's from now on."""
         self._pending.pop(str(job.ticket), None)
-        active.job = job
+        active.job, active.failed = job, False
 
     def add_request(self, request: Request) -> None:
         """The scheduler may compute the job."""
@@ -386,8 +386,10 @@ class EngineHost:
         self.end_job(active)
 
     def tell_failure(self, active: ActiveJob, error: KvrelayError, *, retryable: bool) -> None:
-        """The attempt has failed. What it has here stays, for another one."""
-        self.emit(active, active.delta(failure=Failure(error.label, str(error), retryable)))
+        """The attempt has failed, which is told once. What it has here stays, for another one."""
+        if not active.failed:
+            active.failed = True
+            self.emit(active, active.delta(failure=Failure(error.label, str(error), retryable)))
 
     def drop_job(self, active: ActiveJob) -> None:
         """End the job without another word: whoever has to know does."""

@@ -53,7 +53,7 @@ class _ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
         file = nodeid.partition("::")[0]
         if file.startswith(_SERVERS):
             return "servers"
-        return "ray" if file.startswith("tests/ray/") else file
+        return "ray" if file.startswith(("tests/ray/", "tests/multihost/")) else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:

@@ -85,8 +85,12 @@ class Controller:
         self._directory = directory = await asyncio.to_thread(connect)
         await self._hold_name(directory, need_server)
         members = [self._crew.add_node(node_id) for node_id in self._memory.nodes]
-        members += [self._crew.add_gateway(name) for name in self._memory.gateways]
+        members += [
+            self._crew.add_gateway(name, is_first=not place)
+            for place, name in enumerate(self._memory.gateways)
+        ]
         await asyncio.gather(*(member.first_start() for member in members))
+        self._crew.has_started = True
         if self._spec.autoscaling.enabled:
             self._spawn(self._autoscale(directory))
 
@@ -172,7 +176,7 @@ class Controller:
             for role, count in targets.items()
             for node_id in memory.new_ids(role, count - memory.counts.get(role, 0))
         }
-        self._remember({**memory.nodes, **added})
+        self._remember(nodes={**memory.nodes, **added})
         new = [self._crew.add_node(node_id) for node_id in added]
         try:
             await asyncio.gather(*(member.first_start() for member in new))
@@ -184,7 +188,7 @@ class Controller:
     async def _remove(self, node_ids: Iterable[str], drain_s: float) -> None:
         gone = set(node_ids)
         await self._crew.leave(gone, drain_s)
-        self._remember({n: role for n, role in self._memory.nodes.items() if n not in gone})
+        self._remember(nodes={n: r for n, r in self._memory.nodes.items() if n not in gone})
 
     async def _change_role(self, node_id: str, role: Role, drain_s: float | None) -> None:
         self._check_is_node(node_id)
@@ -197,16 +201,35 @@ class Controller:
         changed = await member.ask("change_role", role.value, timeout_s=DRAIN_S)
         assert isinstance(changed, NodeStarted), changed
         member.info, member.kind = changed.info, role.value
-        self._remember(nodes)
+        self._remember(nodes=nodes)
 
     async def _restart(self, names: tuple[str, ...], rolling: bool) -> None:
         chosen = names or (*self._memory.nodes, *self._memory.gateways)
-        members = [self._crew.member(name) for name in chosen]
-        if rolling:
-            for member in members:
-                await member.restart()
-        else:
-            await asyncio.gather(*(member.restart() for member in members))
+        for name in chosen:
+            self._crew.member(name)  # checks it
+        if not rolling:
+            await asyncio.gather(*(self._crew.member(name).restart() for name in chosen))
+            return
+        for name in chosen:
+            if name in self._memory.gateways:
+                await self._replace_gateway(name)
+            else:
+                await self._crew.member(name).restart()
+
+    async def _replace_gateway(self, old: str) -> None:
+        """The new one listens, at the same port, before the old one leaves: none is refused."""
+        memory = self._memory
+        place, new = memory.gateways.index(old), memory.new_gateway
+        self._remember(gateways=(*memory.gateways, new))
+        try:
+            await self._crew.add_gateway(new, is_first=not place).first_start()
+        except (KvrelayError, TimeoutError):
+            await self._crew.leave([new], 0.0)
+            self._remember(gateways=memory.gateways)
+            raise
+        await self._crew.leave([old], DRAIN_S)
+        left = tuple(new if name == old else name for name in memory.gateways)
+        self._remember(gateways=left)
 
     async def _ask_node(self, node_id: str, method: str, *args: object) -> Answer:
         self._check_is_node(node_id)
@@ -267,18 +290,17 @@ class Controller:
     def _first_memory(self) -> Memory:
         spec = self._spec
         nodes = {node_id: role for role, node_id in spec.config.node_ids}
+        gateways = tuple(f"gateway-{number}" for number in range(spec.gateways.count))
         if spec.directory.url is not None:
             address = DirectoryAddress(spec.directory.url, spec.directory_password)
-            return Memory(nodes=nodes, num_gateways=spec.gateways.count, directory=address)
+            return Memory(nodes=nodes, gateways=gateways, directory=address)
         host = self._directory_host
         port = free_port(host)
         address = DirectoryAddress(f"valkey://{host}:{port}", Secret(secrets.token_hex(32)))
-        return Memory(
-            nodes=nodes, num_gateways=spec.gateways.count, directory=address, directory_port=port
-        )
+        return Memory(nodes=nodes, gateways=gateways, directory=address, directory_port=port)
 
-    def _remember(self, nodes: dict[str, Role]) -> None:
-        self._memory = msgspec.structs.replace(self._memory, nodes=nodes)
+    def _remember(self, **changes: Any) -> None:
+        self._memory = msgspec.structs.replace(self._memory, **changes)
         self._store.save(self._memory)
 
     @property

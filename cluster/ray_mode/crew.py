@@ -36,6 +36,7 @@ class Crew:
 
     def __init__(self, spec: Spec, memory: Callable[[], Memory]) -> None:
         self.members: dict[str, Member] = {}
+        self.has_started = False  # all of it, once
         self._spec = spec
         self._memory = memory
         self._namespace = namespace(spec.name)
@@ -109,26 +110,27 @@ class Crew:
         restarts = self._spec.resources[role].max_restarts
         return self._add(node_id, role.value, make, restarts, drain_s=DRAIN_S)
 
-    def add_gateway(self, name: str) -> Member:
+    def add_gateway(self, name: str, *, is_first: bool) -> Member:
+        """The first one is on the host of the controller; others are spread."""
+
         async def make() -> Actor:
             plan = GatewayPlan(
                 spec=self._spec,
                 gateway_id=name,
                 directory=self._memory().directory,
-                expected=self._expected(first=not self.members[name].restarts),
+                expected=self._expected(),
             )
-            first = name == self._memory().gateways[0]
-            where = on_host(self._here) if first else {"scheduling_strategy": "SPREAD"}
+            where = on_host(self._here) if is_first else {"scheduling_strategy": "SPREAD"}
             return self._make_actor(
                 GatewayActor, name, pack(plan), num_cpus=self._spec.gateways.num_cpus, **where
             )
 
         return self._add(name, "gateway", make, drain_s=DRAIN_S)
 
-    def _expected(self, *, first: bool) -> tuple[str, ...]:
-        """The nodes that a gateway meets before it answers; later, not those that are away."""
+    def _expected(self) -> tuple[str, ...]:
+        """The nodes that a gateway meets before it answers: all, or those that are not away."""
         nodes = self._memory().nodes
-        if first:
+        if not self.has_started:
             return tuple(nodes)
         return tuple(n for n in nodes if self.members[n].state is MemberState.READY)
 

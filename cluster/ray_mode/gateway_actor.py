@@ -96,7 +96,9 @@ async def _start_gateway(plan: GatewayPlan) -> _RunningGateway:
     """Raises ConfigError, ModelError: what is not as it has to be on this host."""
     spec = plan.spec
     async with contextlib.AsyncExitStack() as on_failure:
-        listener = bind(spec.serve, shared=spec.gateways.count > 1)
+        listener = bind(
+            spec.serve, shared=True
+        )  # the one that replaces it listens at the same port
         on_failure.callback(listener.close)
         files = await asyncio.to_thread(ModelStore(spec.serve.cache_dir).resolve, spec.serve.model)
         model = await asyncio.to_thread(served_model, files, spec.config)

@@ -29,6 +29,8 @@ _STOP_TIMEOUT_S = 20.0
 _POLL_S = 0.05  # a process of another command is nobody's child here
 _OBJECT_STORE_BYTES = 80_000_000  # nearly the least that Ray takes; nothing large goes through it
 _LAST_LINES = 5
+# A socket's path has at most 107 bytes, of which Ray's session and the socket's name take these.
+_MAX_TEMP_DIR_BYTES = 107 - len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
 _MAX_PORTS = 3  # tried: another program may take one before Ray has got so far as to listen
 
 
@@ -109,6 +111,7 @@ def _start_at(port: int, name: str, config: RayConfig, num_cpus: int) -> KnownCl
     temp_dir = Path(tempfile.mkdtemp(prefix=f"kvrelay-{name}-"[:24]))
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(shutil.rmtree, temp_dir, ignore_errors=True)
+        _check_length(temp_dir)
         token = temp_dir / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
@@ -139,6 +142,16 @@ def stop_ray(known: KnownCluster) -> None:
 def runs(known: KnownCluster) -> bool:
     """Whether a Ray of our own is still there."""
     return bool(known.pid) and _start_time(known.pid) == known.started
+
+
+def _check_length(temp_dir: Path) -> None:
+    """Raises ConfigError: the paths of Ray's sockets below it would be too long for the system."""
+    if len(os.fsencode(temp_dir)) > _MAX_TEMP_DIR_BYTES:
+        raise ConfigError(
+            "TMPDIR",
+            f"{temp_dir.parent} is too long for the sockets that Ray puts below it; a path of at "
+            f"most {_MAX_TEMP_DIR_BYTES - len(temp_dir.name) - 1} bytes will do",
+        )
 
 
 def _launch(temp_dir: Path, host: str, port: int, num_cpus: int) -> subprocess.Popen[bytes]:

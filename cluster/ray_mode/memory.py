@@ -18,7 +18,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """The cluster as it was told to be last."""
 
     nodes: dict[str, Role]
-    num_gateways: int
+    gateways: tuple[str, ...]  # the first one is where the controller is
     directory: DirectoryAddress
     directory_port: int = 0  # of the embedded one, which keeps it when it is started again
 
@@ -28,8 +28,10 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return {role: roles.count(role) for role in Role if role in roles}
 
     @property
-    def gateways(self) -> list[str]:
-        return [f"gateway-{number}" for number in range(self.num_gateways)]
+    def new_gateway(self) -> str:
+        """The first number that none has."""
+        numbers = (f"gateway-{number}" for number in itertools.count())
+        return next(name for name in numbers if name not in self.gateways)
 
     def ids_of(self, role: Role) -> list[str]:
         """The oldest numbers first."""

@@ -19,9 +19,9 @@ _NAME = r"[A-Za-z0-9_.-]{1,80}"
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 
 # A host that has lost its power says nothing; without a word of it for so long it is lost.
-_KEEPALIVE_S = 5
-_KEEPALIVE_PROBES = 3
-_USER_TIMEOUT_MS = 20_000
+_KEEPALIVE_S = 3
+_KEEPALIVE_PROBES = 2
+_USER_TIMEOUT_MS = 10_000
 
 
 class Medium(Protocol):

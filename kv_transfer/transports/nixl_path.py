@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # NIXL may copy it all in one call. In between, the thread hears what other peers have to say.
 _PART_BYTES = 64 << 20
+_ASK_AGAIN_S = 1.0  # between two messages to a peer that keeps an agent which we have given up
 _LOOK_S = 20e-3  # between two looks for connections of ours, as UCX says nothing of new ones
 
 
@@ -222,12 +223,30 @@ class NixlPath:
         if transfer.state is TransferState.RUNNING:
             self._announce(running.remote, begun=True)
             if not moved:
-                self._knock(running.remote)
+                self._say_again(running.remote)
             return moved
         running.transfer = None
         if not running.parts:
             self._end(running, WriteState.DONE)
         return True
+
+    def _say_again(self, remote: _Remote) -> None:
+        """What the peer has to know so that a write there can end."""
+        if remote.retired:
+            self._ask_to_close(remote)
+        else:
+            self._knock(remote)
+
+    def _ask_to_close(self, remote: _Remote) -> None:
+        """Only we may have noticed that the connection was lost: then the peer waits for us."""
+        now = time.monotonic()
+        if now < remote.look_at:
+            return
+        remote.look_at = now + _ASK_AGAIN_S
+        try:
+            self._send(Broken(remote.number))
+        except PeerUnreachable as error:
+            logger.debug("%s", error)
 
     def _start_part(self, running: _Running) -> None:
         transfer = self._agent.start(running.remote.pool, running.parts.popleft())

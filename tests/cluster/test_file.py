@@ -179,7 +179,7 @@ class TestSettingsOverIt:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("modle: x\n", "1: modle: is unknown (did you mean model?); known are name, model, topology,"),
+        ("modle: x\n", "1: modle: is unknown (did you mean model?); known are name, model,"),
         ("\nprefill:\n  cuont: 1\n",
          "3: prefill.cuont: is unknown (did you mean count?); known are num_cpus, num_gpus"),
         ("scheduler:\n  max_num_seq: 1\n",

@@ -165,7 +165,9 @@ async def test_d_keeps_its_reservation_when_p_dies(crashes: list[type[BaseExcept
         assert list(receiving.jobs) == [key]  # the same request of the scheduler
         assert receiving.engine.scheduler.requests[key].block_ids[: len(before)] == before
         assert await asyncio.wait_for(read(stream), TIMEOUT_S) == expected_tokens(prompt, sampling)
-        flight_timeline = stream.timeline  # type: ignore[attr-defined]
-        assert flight_timeline.reserved < flight_timeline.routed  # for the attempt before
+        reserved, routed = stream.timeline.reserved, stream.timeline.routed
+        assert reserved is not None
+        assert routed is not None
+        assert reserved < routed  # for the attempt before
         assert receiving.status().num_prompt_tokens_computed == 0
     assert crashes == [BrokenModel]

@@ -24,7 +24,7 @@ class KeepsReservations:
         self._connector: HandoffConnector = node.connector
         self._retarget = node.connector.retarget_sink
         self.kept: Counter[bool] = Counter()
-        node.connector.retarget_sink = self  # type: ignore[method-assign, assignment]
+        node.connector.retarget_sink = self  # type: ignore[method-assign]
 
     def __call__(self, request_id: str, ticket: HandoffTicket, peer: str) -> bool:
         before = self._facts(request_id)
@@ -106,6 +106,45 @@ class Retargeting(RuleBasedStateMachine):
         number = self.attempts[request.request_id]
         lost = self.at[request.request_id] not in self.world.prefill
         return lost or any(d.failure is not None and d.attempt == number for d in told)
+
+    @precondition(lambda self: self.jobs)
+    @rule(rounds=st.integers(1, 6))
+    def all_jobs_arrive_and_are_worked_on(self, rounds: int) -> None:
+        """So far that blocks are reserved and bytes about to move."""
+        while self.jobs:
+            self.give(0)
+        self.world.go_on(rounds, writes=False)
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), is_cut=st.booleans(), num_blocks=st.integers(0, 2))
+    def p_is_lost_in_the_middle(self, data: st.DataObject, is_cut: bool, num_blocks: int) -> None:
+        """And the next attempt is there at once, or soon."""
+        request = data.draw(st.sampled_from(self.under_way))
+        for write in self.world.network.writes[:num_blocks]:
+            write.go_on()
+        if is_cut:
+            node = self.at[request.request_id]
+            self.world.network.cut(node.transport, self.world.d.transport)
+            self.world.d.round()
+        self.again(request, data.draw(st.sampled_from(self.world.prefill)))
+        while self.jobs:
+            self.give(0)
+        self.world.d.round()
+
+    @property
+    def under_way(self) -> list[GenerationRequest]:
+        """Those whose blocks are reserved at D, by a prefill node that lives."""
+        sinks = self.world.d.connector.sinks.values()
+        reserved = {sink.ticket for sink in sinks if sink.block_ids and not sink.released}
+        tickets = {
+            r.request_id: HandoffTicket(r.request_id, self.attempts[r.request_id])
+            for r in self.open
+        }
+        return [
+            r
+            for r in self.open
+            if tickets[r.request_id] in reserved and self.at[r.request_id] in self.world.prefill
+        ]
 
     # ------------------------------------------------------------------ the ordinary course
 

@@ -157,13 +157,6 @@ class HostCluster:
         )
 
 
-async def loaded(gateway: OwnGateway, *decode_nodes: str) -> list[int]:
-    """Prompt tokens that each of these has got by hand-offs so far."""
-    statuses = await gateway.statuses()
-    found = [statuses[name] for name in decode_nodes]
-    return [0 if status is None else status.num_prompt_tokens_loaded for status in found]
-
-
 async def eventually(
     condition: Callable[[], Awaitable[bool]], what: str, within_s: float = 30.0
 ) -> None:

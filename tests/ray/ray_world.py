@@ -253,6 +253,12 @@ class RayWorld:
         assert memory is not None
         return {*memory.nodes, *memory.gateways}
 
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        memory = MemoryStore(self.spec.name).load()
+        assert memory is not None
+        return memory.gateways
+
     # ------------------------------------------------------------------ a gateway of our own
 
     def directory(self) -> RedisDirectory:

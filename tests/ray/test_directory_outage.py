@@ -65,4 +65,5 @@ async def test_the_cluster_serves_on_without_its_directory(
             assert lived == {name: m.pid for name, m in before.items()} | {"prefill-1": 0}
             statuses = await gateway.at_rest()
             num_known = await gateway.index_matches_nodes()
-            assert num_known == sum(status.blocks.cached for status in statuses.values())
+            # Blocks of the same content that were computed at the same time are cached twice.
+            assert 0 < num_known <= sum(status.blocks.cached for status in statuses.values())
