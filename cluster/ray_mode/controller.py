@@ -43,7 +43,7 @@ from cluster.ray_mode.spec import (
 )
 from cluster.secret import Secret
 from directory import DirectoryError, RedisDirectory
-from protocol import ConfigError, KvrelayError, Role
+from protocol import ConfigError, KvrelayError, NodeLost, Role
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ class Controller:
         self._changing = asyncio.Lock()  # the cluster changes in one way at a time
         self._directory: RedisDirectory | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._change: asyncio.Task[None] | None = None  # that is under way
+        self._stopping = False
         known = self._store.load()
         self._memory = known or self._first_memory()
         if known is not None:  # started again by Ray: nobody is going to call `start`
@@ -104,7 +106,8 @@ class Controller:
 
     async def stop(self) -> bytes:
         """Everything ends, gateways first, so that no request is taken that nobody serves."""
-        for task in self._tasks:
+        self._stopping = True
+        for task in (*self._tasks, *([self._change] if self._change else [])):
             task.cancel()
         async with self._changing:
             await self._crew.leave(self._memory.gateways, 0.0)
@@ -155,9 +158,18 @@ class Controller:
     async def undrain(self, node_id: str) -> bytes:
         return await self._answer(self._ask_node(node_id, "undrain"))
 
-    async def _carry_out(self, change: Awaitable[None]) -> bytes:
+    async def _carry_out(self, change: Coroutine[Any, Any, None]) -> bytes:
+        """One change after the other; `stop` calls off the one that is under way."""
         async with self._changing:
-            return await self._answer(change)
+            self._change = asyncio.create_task(change)
+            try:
+                return await self._answer(self._change)
+            except asyncio.CancelledError:
+                if not self._stopping:
+                    raise
+                return pack(Failed.of(NodeLost("the cluster is being stopped")))
+            finally:
+                self._change = None
 
     async def _answer(self, work: Awaitable[Answer | None]) -> bytes:
         try:

@@ -111,6 +111,9 @@ class Member:
         """Drain it, stop it and make it again; returns when it is ready."""
         self._ready.clear()
         self._order.set()
+        if self.state is MemberState.FAILED:
+            self.restarts = 0
+            self._task = asyncio.create_task(self._run(), name=f"member {self.name}")
         await self.wait_ready()
 
     async def leave(self, drain_s: float | None = None) -> None:
@@ -119,11 +122,9 @@ class Member:
             self._drain_s = drain_s
         self._leaving = True
         self._order.set()
+        if self.state is MemberState.STARTING:  # it has nothing to drain, and may take minutes
+            self._task.cancel()
         await asyncio.wait({self._task})
-
-    def abandon(self) -> None:
-        """Watch it no longer; it goes on."""
-        self._task.cancel()
 
     # ------------------------------------------------------------------ its life
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import socket
@@ -35,7 +36,7 @@ from protocol import ConfigError, Role
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.25  # so that Ctrl-C is noticed; Ray's own waiting does not let it through
+_POLL_S = 0.25  # so that Ctrl-C is noticed
 _CONNECT_TIMEOUT_S = 5.0
 _REPORT_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 120.0
@@ -289,16 +290,16 @@ def _disconnect() -> None:
 
 def _ask(controller: Any, method: str, *args: object, timeout_s: float | None) -> Answer:
     """Raises what it could not do; RayFailed: it is gone; TimeoutError."""
-    import ray
     from ray.exceptions import RayActorError, RayError
 
-    answer = getattr(controller, method).remote(*args)
+    # Not `ray.wait`: it makes an exit of its own, with another status, of one by a signal.
+    answer: concurrent.futures.Future[bytes] = getattr(controller, method).remote(*args).future()
     until = None if timeout_s is None else time.monotonic() + timeout_s
-    while not ray.wait([answer], timeout=_POLL_S)[0]:
+    while not concurrent.futures.wait([answer], timeout=_POLL_S).done:
         if until is not None and time.monotonic() > until:
             raise TimeoutError(f"{method} takes longer than {timeout_s:g} s")
     try:
-        return unpack_or_raise(ray.get(answer))
+        return unpack_or_raise(answer.result())
     except RayActorError as error:
         from cluster.ray_mode.member import describe_death
 

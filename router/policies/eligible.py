@@ -89,7 +89,10 @@ def _sort_out(
             partners[node.node_id] = ()
         elif able:
             partners[node.node_id] = able
-        else:
+    if not partners and facts.broken and view.config.decode_recomputes:
+        partners = {node.node_id: () for node in decode}  # no path is left, and none is needed
+    for node in decode:
+        if node.node_id not in partners:
             reasons[node.node_id] = "no prefill node can hand off to it"
     if not partners and not left(Role.UNIFIED):
         raise _nobody(facts, view, Role.PREFILL if decode else Role.DECODE, reasons)

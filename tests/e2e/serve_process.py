@@ -56,7 +56,7 @@ class ServeProcess:
         self._stdout, self._stderr = folder / "stdout", folder / "stderr"
         with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
             self._process = subprocess.Popen(
-                [KVRELAY, "serve", *arguments, "--port", "0"],
+                self._command(*arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -64,6 +64,9 @@ class ServeProcess:
                 start_new_session=True,  # so that whatever it starts can be found
             )
         self.url = ""  # known when it is ready
+
+    def _command(self, *arguments: str | Path) -> list[str | Path]:
+        return [KVRELAY, "serve", *arguments, "--port", "0"]
 
     @property
     def output(self) -> str:
@@ -139,6 +142,13 @@ class ServeProcess:
 
     def _client_options(self) -> dict[str, Any]:
         return {"base_url": self.url, "timeout": 60.0, "trust_env": False}
+
+
+class UpProcess(ServeProcess):
+    """`kvrelay up` that stays."""
+
+    def _command(self, *arguments: str | Path) -> list[str | Path]:
+        return [KVRELAY, "up", *arguments, "--foreground"]
 
 
 @contextmanager

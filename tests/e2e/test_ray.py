@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import re
 import secrets
-import shutil
+import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from kv_transfer.peering import ClusterToken
 from protocol import NodeStatus, Role
 from router import RouterConfig
 from tests.e2e.reference_cluster import check_all, reference_model
-from tests.e2e.serve_process import run_kvrelay, until
+from tests.e2e.serve_process import UpProcess, run_kvrelay, until
 from tests.reference.cases import NUM_OUTPUT_TOKENS, ReferenceCase, reference_cases
 
 pytest.importorskip("ray", reason="needs the extra ray")
@@ -42,49 +42,96 @@ _REST_S = 30.0
 
 
 @dataclass(frozen=True)
-class Upped:
-    """A cluster that `kvrelay up` has left running."""
+class Started:
+    """A cluster that has been started; `down` ends it."""
 
     output: str
     url: str
-    folder: Path  # its state, and what Ray has written
     directory: EmbeddedServer
 
 
+Start = Callable[[Path, Sequence[str | Path]], tuple[str, Callable[[], None]]]
+
+
+def in_background(folder: Path, arguments: Sequence[str | Path]) -> tuple[str, Callable[[], None]]:
+    """What `up` has printed, and how to end what it has started."""
+    up = run_kvrelay("up", *arguments, timeout_s=_UP_S)
+    assert (up.returncode, up.stderr) == (0, "")
+
+    def down() -> None:
+        done = run_kvrelay("down", timeout_s=_DOWN_S)
+        assert (done.returncode, done.stderr, done.stdout) == (0, "", "stopped\n")
+
+    return up.stdout, down
+
+
+def in_foreground(folder: Path, arguments: Sequence[str | Path]) -> tuple[str, Callable[[], None]]:
+    process = UpProcess(folder, *arguments)
+    process.wait_until_printed("ready")
+
+    def down() -> None:
+        process.send(signal.SIGINT)
+        assert process.wait(_DOWN_S) == 0, process.log
+        assert process.output.endswith("stopped\n")
+
+    return process.output, down
+
+
 @contextlib.contextmanager
-def upped(transport: str) -> Iterator[Upped]:
-    """The deployment of the root, but for its ports. Afterwards nothing of it is left."""
-    mark = secrets.token_hex(8)  # in the environment of all that is started
+def marked() -> Iterator[tuple[str, Path]]:
+    """A mark in the environment of all that is started, and a short folder for all its files.
+
+    Afterwards nothing that bears the mark is left, nor anything in the folder.
+    """
+    mark = secrets.token_hex(8)
     folder = Path(tempfile.mkdtemp(prefix="kvr"))  # short: paths of sockets are
-    port = free_port("127.0.0.1")
-    with EmbeddedServer() as directory, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVRELAY_TEST_MARK", mark)
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("KVRELAY_STATE_DIR", str(folder / "state"))
         patch.setenv("KVRELAY_CLUSTER_TOKEN", _TOKEN)
-        patch.setenv("KVRELAY_DIRECTORY_PASSWORD", directory.password)
-        try:
-            up = run_kvrelay(
-                *("up", ROOT / "cluster.yaml", "--set", f"gateway.port={port}"),
-                *("--set", f"transfer.transport={transport}"),
-                *("--set", f"directory.url={directory.url}"),
-                timeout_s=_UP_S,
-            )
-            assert up.returncode == 0, up.stderr
-            assert not up.stderr
-            yield Upped(up.stdout, f"http://127.0.0.1:{port}/v1", folder, directory)
-        finally:
-            shared = segments(mark)
-            down = run_kvrelay("down", timeout_s=_DOWN_S)
-    assert down.returncode == 0, down.stderr
-    assert list(folder.iterdir()) == []
-    shutil.rmtree(folder)
+        yield mark, folder
     until(lambda: not processes(mark), "no process is left, nor their sockets", _REST_S)
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+
+
+@contextlib.contextmanager
+def started(transport: str, start: Start, output: Path) -> Iterator[Started]:
+    """The deployment of the root, but for its ports. Afterwards nothing of it is left."""
+    port = free_port("127.0.0.1")
+    with marked() as (mark, _), EmbeddedServer() as directory:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KVRELAY_DIRECTORY_PASSWORD", directory.password)
+            printed, down = start(
+                output, [ROOT / "cluster.yaml", *settings(port, transport, directory.url)]
+            )
+        yield Started(printed, f"http://127.0.0.1:{port}/v1", directory)
+        shared = segments(mark)
+        down()
     assert not [path for path in shared if path.exists()]
+
+
+def settings(port: int, transport: str, directory: str) -> list[str]:
+    places = {
+        "gateway.port": str(port),
+        "transfer.transport": transport,
+        "directory.url": directory,
+    }
+    return [text for place in places.items() for text in ("--set", "=".join(place))]
 
 
 def processes(mark: str) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if is_marked(process, mark)]
+
+
+def commands(mark: str) -> str:
+    """How those that run call themselves."""
+    names = []
+    for process in processes(mark):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names.append(" ".join(process.cmdline()))
+    return "\n".join(names)
 
 
 def segments(mark: str) -> set[Path]:
@@ -104,7 +151,7 @@ def is_marked(process: psutil.Process, mark: str) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def joined(cluster: Upped) -> AsyncIterator[JoinedCluster]:
+async def joined(cluster: Started) -> AsyncIterator[JoinedCluster]:
     """One more gateway, in this process: it needs the directory and the token."""
     files = await asyncio.to_thread(reference_model)
     address = DirectoryAddress(cluster.directory.url, Secret(cluster.directory.password))
@@ -140,12 +187,15 @@ def holds_blocks(status: NodeStatus) -> bool:
 @pytest.mark.slow
 @pytest.mark.real_model
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("transport", "scheme"), [("auto", "shm"), ("nixl", "nixl")])
+@pytest.mark.parametrize(
+    ("transport", "scheme", "start"),
+    [("auto", "shm", in_background), ("nixl", "nixl", in_foreground)],
+)
 async def test_the_tokens_are_those_of_the_reference(
-    real_model: str, transport: str, scheme: str
+    real_model: str, transport: str, scheme: str, start: Start, tmp_path: Path
 ) -> None:
-    with upped(transport) as cluster:
-        printed = re.search(r"ready +(\S+) +\(after (\d+\.\d) s; `kvrelay down`", cluster.output)
+    with started(transport, start, tmp_path) as cluster:
+        printed = re.search(r"ready +(\S+) +\(after (\d+\.\d) s; \S", cluster.output)
         assert printed is not None, cluster.output
         assert printed[1] == cluster.url
         await asyncio.to_thread(ask_a_question, cluster.url)
@@ -154,6 +204,18 @@ async def test_the_tokens_are_those_of_the_reference(
             statuses = await at_rest(gateway)
     assert {endpoint.partition(":")[0] for endpoint in statuses} == {scheme}
     check_handoffs(list(statuses.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_ctrl_c_amid_the_start_leaves_nothing(real_model: str, tmp_path: Path) -> None:
+    with marked() as (mark, _):
+        arguments = ("--set", f"gateway.port={free_port('127.0.0.1')}")
+        process = UpProcess(tmp_path, ROOT / "cluster.yaml", *arguments)
+        until(lambda: "ray::NodeActor" in commands(mark), "nodes are being started", _UP_S)
+        process.send(signal.SIGINT)
+        assert process.wait(_DOWN_S) == 130, process.log
+        assert "Traceback" not in process.errors
 
 
 def whole(case: ReferenceCase) -> int:

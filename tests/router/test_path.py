@@ -50,3 +50,16 @@ def test_without_another_path_nobody_is_eligible() -> None:
     facts = RequestFacts(100, 10, broken=frozenset({path_between(_P1.info, _D2.info)}))
     with pytest.raises(NoHealthyNode):
         find_eligible(facts, view, Prediction(facts, view))
+
+
+def test_without_another_path_a_decode_node_that_recomputes_is_alone() -> None:
+    view = make_view(_P1, _Q1, _D2, decode_recomputes=True)
+    facts = RequestFacts(100, 10, broken=frozenset({path_between(_P1.info, _D2.info)}))
+    assert find_eligible(facts, view, Prediction(facts, view)).partners == {"d2": ()}
+
+
+def test_another_path_is_better_than_to_recompute() -> None:
+    view = make_view(_P1, _P2, _D2, decode_recomputes=True)
+    facts = RequestFacts(100, 10, broken=frozenset({path_between(_P1.info, _D2.info)}))
+    eligible = find_eligible(facts, view, Prediction(facts, view))
+    assert [node.node_id for node in eligible.partners["d2"]] == ["p2"]
