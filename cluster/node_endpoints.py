@@ -8,6 +8,7 @@ What goes over TCP is authenticated, but not encrypted: such a network has to be
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -15,6 +16,7 @@ import socket
 
 from kv_transfer import PeerUnreachable
 from kv_transfer.peering import Medium, TcpMedium, UnixMedium
+from kv_transfer.peering.medium import cannot_reach
 from protocol import ConfigError
 
 _UNIX, _TCP, _SEPARATOR = "unix", "tcp", "+"
@@ -69,15 +71,14 @@ class Dialler:
         """Raises PeerUnreachable: nobody listens there. PeerRefused: it is of another user."""
         medium = self._medium_of(endpoint)
         connection = medium.dial(endpoint)
-        try:
-            await _connected(connection)
-            medium.admit(connection)
-        except OSError as error:
-            connection.close()
-            raise PeerUnreachable(f"there is no node at {endpoint}: {error.strerror}") from error
-        except BaseException:
-            connection.close()
-            raise
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(connection.close)
+            try:
+                await _connected(connection)
+                medium.admit(connection)
+            except OSError as error:
+                raise cannot_reach(endpoint, error) from error
+            on_failure.pop_all()
         return connection
 
     def _medium_of(self, endpoint: str) -> Medium:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol import ConfigError, Role
+from protocol import ConfigError
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _RAY_PORT = 6379
@@ -131,7 +131,3 @@ def check_name(name: str) -> None:
     """Raises ConfigError: this is no name of a cluster."""
     if _NAME.fullmatch(name) is None:
         raise ConfigError("name", f"must be 1 to 40 of a-z, 0-9 and hyphens inside, not {name!r}")
-
-
-def default_resources() -> dict[Role, NodeResources]:
-    return {role: NodeResources() for role in Role}

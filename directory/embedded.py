@@ -139,13 +139,12 @@ class EmbeddedServer:
             process = self._process
             assert process is not None
             assert process.stdin is not None
-            try:
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(self.stop)
                 with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
                     stdin.write(_configuration(self.address, port, self.password))
                 self._wait_for_answer(process, port, words)
-            except BaseException:
-                self.stop()
-                raise
+                on_failure.pop_all()
         self.port = port
 
     def _spawn(self, binary: Path, words: IO[bytes]) -> None:

@@ -106,13 +106,13 @@ async def at_rest(cluster: LocalCluster | ProcessCluster) -> list[NodeStatus]:
     while True:
         statuses = [await node.status() for node in cluster.nodes]
         assert all(status.blocks.balanced for status in statuses)
-        if not any(map(_is_busy, statuses)):
+        if not any(map(is_busy, statuses)):
             return statuses
         assert time.monotonic() < deadline, statuses
         await asyncio.sleep(0.01)
 
 
-def _is_busy(status: NodeStatus) -> bool:
+def is_busy(status: NodeStatus) -> bool:
     return bool(
         status.num_running
         or status.num_waiting

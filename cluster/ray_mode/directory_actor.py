@@ -67,9 +67,6 @@ class DirectoryActor:
     async def ping(self) -> None:
         """Whoever gets an answer knows that this process is alive, and has time."""
 
-    async def plan(self) -> bytes:
-        return pack(self._plan)
-
     async def stop(self) -> bytes:
         async with self._starting:
             if self._server is not None:

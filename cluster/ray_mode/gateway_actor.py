@@ -58,9 +58,6 @@ class GatewayActor:
     async def ping(self) -> None:
         """Whoever gets an answer knows that this process is alive, and has time."""
 
-    async def plan(self) -> bytes:
-        return pack(self._plan)
-
     async def drain(self, timeout_s: float | None) -> bytes:
         """Leave what is new to other gateways; returns when all is answered, or after the time."""
         assert self._running is not None

@@ -169,13 +169,12 @@ class Member:
         """From a process to none. True: as ordered. Raises what it died of."""
         self.state = MemberState.STARTING
         self._actor = actor = self._find() or await self._make()
-        try:
+        async with contextlib.AsyncExitStack() as on_failure:
+            on_failure.push_async_callback(self._kill, actor)
             await self._start(actor)
             self._be_ready()
             ordered = await self._watch(actor)
-        except BaseException:
-            await self._kill(actor)
-            raise
+            on_failure.pop_all()
         if ordered:
             await self._stop(actor)
         return ordered

@@ -74,12 +74,6 @@ class NodeActor:
     async def ping(self) -> None:
         """Whoever gets an answer knows that this process is alive, and has time."""
 
-    async def plan(self) -> bytes:
-        """With the role that the node has by now."""
-        running = self._running
-        role = self._plan.role if running is None else running.service.info.role
-        return pack(msgspec.structs.replace(self._plan, role=role))
-
     async def drain(self, timeout_s: float | None) -> bytes:
         assert self._running is not None
         await self._running.node.drain(timeout_s)

@@ -106,14 +106,11 @@ class RayCluster:
         cluster._connect()
         return cluster
 
-    def down(self, drain_s: float | None = None) -> None:
+    def down(self) -> None:
         """Returns when no process and no file of it is left."""
         controller = self._controller()
         if controller is not None:
-            try:
-                _ask(controller, "stop", timeout_s=_STOP_TIMEOUT_S)
-            except (TimeoutError, RayFailed) as error:
-                logger.warning("the cluster did not stop in order: %s", error)
+            _stop(controller)
             self._kill_all()
         _disconnect()
         _end_ray(self.known)
@@ -203,13 +200,11 @@ class RayCluster:
             )
             .remote(pack(spec))
         )
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._kill_all)
+            on_failure.callback(_stop, controller)
             _ask(controller, "start", timeout_s=None)
-        except BaseException:
-            with contextlib.suppress(TimeoutError, RayFailed):
-                _ask(controller, "stop", timeout_s=_STOP_TIMEOUT_S)
-            self._kill_all()
-            raise
+            on_failure.pop_all()
 
     def _kill_all(self) -> None:
         """The controller, and whatever it may have left."""
@@ -306,6 +301,14 @@ def _ask(controller: Any, method: str, *args: object, timeout_s: float | None) -
         raise RayFailed(f"the controller is gone: {describe_death(error)}") from error
     except RayError as error:
         raise RayFailed(f"{method} failed: {error}") from error
+
+
+def _stop(controller: Any) -> None:
+    """What it does not end in time is killed by others."""
+    try:
+        _ask(controller, "stop", timeout_s=_STOP_TIMEOUT_S)
+    except (TimeoutError, RayFailed) as error:
+        logger.warning("the cluster did not stop in order: %s", error)
 
 
 def _bring_ray(spec: Spec, on_progress: Callable[[str], None]) -> KnownCluster:

@@ -28,6 +28,8 @@ from typing import Any, Self
 
 import psutil
 
+from cluster.free_port import free_port
+
 _MARK = "KVRELAY_TEST_HOSTS"
 _STARTED = "Ray runtime started"
 _POLL_S = 0.05  # for what other processes do, of which nobody tells
@@ -59,7 +61,7 @@ class RayHosts:
 
     home: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="kvr", dir="/tmp")))
     _mark: str = field(default_factory=lambda: secrets.token_hex(8))
-    _port: int = field(default_factory=lambda: _free_port())
+    _port: int = field(default_factory=lambda: free_port("127.0.0.1"))
     _shells: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -104,7 +106,7 @@ class RayHosts:
 
     def start_head(self, command: str, variables: dict[str, str]) -> None:
         """The first host."""
-        own = f"--port={self._port} --dashboard-port={_free_port()}"
+        own = f"--port={self._port} --dashboard-port={free_port('127.0.0.1')}"
         self._start("head", command, "127.0.0.31", own, variables, "")
 
     def start_worker(
@@ -199,13 +201,6 @@ class RayHosts:
 def _kill(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _write_program(path: Path, text: str) -> None:

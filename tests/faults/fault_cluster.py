@@ -173,7 +173,7 @@ class FaultCluster(ABC):
         async def rests() -> bool:
             statuses = await self.statuses()
             assert all(status.blocks.balanced for status in statuses.values()), statuses
-            return not any(map(_is_busy, statuses.values()))
+            return not any(map(process_cluster.is_busy, statuses.values()))
 
         await self.until(rests)
 
@@ -212,18 +212,6 @@ class FaultCluster(ABC):
             before = self._usage_before[what]
             assert usage.descriptors <= before.descriptors + more_descriptors, f"{what}: {usage}"
             assert usage.threads <= before.threads + more_threads, f"{what}: {usage}"
-
-
-def _is_busy(status: NodeStatus) -> bool:
-    return bool(
-        status.num_running
-        or status.num_waiting
-        or status.num_skipped_waiting
-        or status.num_intake
-        or status.transfers.active
-        or status.blocks.used
-        or status.blocks.quarantined
-    )
 
 
 class MemoryCluster(FaultCluster):

@@ -24,7 +24,8 @@ from tests.multihost.host_cluster import (
 )
 from tests.multihost.host_network import HERE
 from tests.multihost.ray_hosts import RayHosts
-from tests.ray.ray_world import OwnGateway, is_busy
+from tests.process_cluster import is_busy
+from tests.ray.ray_world import OwnGateway
 
 SEEDS = 5  # with --all-faults
 

@@ -44,6 +44,7 @@ from kv_transfer.peering import ClusterToken
 from protocol import BlockHash, KvrelayError, NodeStatus, Role
 from router import Dispatcher, RouterConfig
 from scheduler import SchedulerKnobs
+from tests.process_cluster import is_busy
 from tests.ray.ray_head import pid_of_actor, wait_until
 
 WHOLE_S = 30.0  # the cluster is as before within, whatever has died
@@ -351,18 +352,6 @@ class OwnGateway:
         for node_id in index._holders.keys() - held.keys():
             errors[node_id] = "is not there"
         return errors | dict.fromkeys(index.needs_snapshot(), "unknown")
-
-
-def is_busy(status: NodeStatus) -> bool:
-    return bool(
-        status.num_running
-        or status.num_waiting
-        or status.num_skipped_waiting
-        or status.num_intake
-        or status.transfers.active
-        or status.blocks.used
-        or status.blocks.quarantined
-    )
 
 
 async def until(condition: Callable[[], Awaitable[bool]], what: str, within_s: float) -> None:
