@@ -123,8 +123,14 @@ class EngineHost:
         self._activity.set()
 
     def stop(self) -> None:
-        """End the thread; requests under way are lost, their callers' streams end."""
+        """End the thread; requests under way are lost, their callers' streams end.
+
+        A node that was never started lets go of what it holds, too.
+        """
         self.ask_stop()
+        if self._thread.ident is None:
+            self._close_engine()
+            return
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             logger.error("%s did not stop within %.0f s", self.info.node_id, STOP_TIMEOUT_S)
@@ -532,6 +538,7 @@ class EngineHost:
     def _shut_down(self) -> None:
         """Callers hear of it first: they need not wait for transfers that are under way."""
         self._healthy = False
+        self._status = msgspec.structs.replace(self._status, healthy=False)
         with self._streams_lock:
             streams = list(self._streams.values())
         for stream in streams:
@@ -539,13 +546,15 @@ class EngineHost:
         self._drain.release()
         for give_up in list(self._unanswered):
             give_up()
+        self._close_engine()
+        if self._listener is not None:
+            # The scheduler may have been in the middle of something: what it said last has to do.
+            self._listener.on_status(self.info, self._status)
+
+    def _close_engine(self) -> None:
         self.engine.close()
-        # The scheduler may have been in the middle of something: what it said last has to do.
-        self._status = msgspec.structs.replace(self._status, healthy=False)
         if self.engine.connector is not None:
             self.engine.connector.shutdown()
-        if self._listener is not None:
-            self._listener.on_status(self.info, self._status)
 
     def _take_snapshot(self) -> CacheSnapshot:
         self._publish()  # so that the number covers everything that is in the pool

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,6 +38,20 @@ def _old_is_no_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+# Of libraries: they keep their threads for the next one who needs them.
+_LIBRARY_THREADS = ("asyncio_", "ThreadPoolExecutor", "AnyIO worker", "ray_", "tqdm", "Thread-")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """A module that forgets to stop what it started is at fault, and not the one after it."""
+    before = set(threading.enumerate())
+    yield
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    left = {name for name in left if not name.startswith(_LIBRARY_THREADS)}
+    assert not left, f"these threads still run: {sorted(left)}"
 
 
 # One after the other: they share servers, or each has several processes that compute.

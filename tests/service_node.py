@@ -71,6 +71,16 @@ def build_node(role: Role = Role.UNIFIED, step_s: float = 0.0, generation: int =
     return builder.build(role, f"{role}-0", generation)
 
 
+@contextlib.contextmanager
+def built_node() -> Iterator[EngineNode]:
+    """One that does not serve."""
+    node = build_node()
+    try:
+        yield node
+    finally:
+        stop_node(node)
+
+
 @contextlib.asynccontextmanager
 async def serving(
     role: Role = Role.UNIFIED, step_s: float = 0.0, config: ServiceConfig | None = None

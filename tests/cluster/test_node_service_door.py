@@ -39,7 +39,7 @@ from cluster.node_service import NodeService
 from cluster.service_config import ServiceConfig
 from kv_transfer.peering import ClusterToken
 from protocol import ConfigError, NodeInfo, NodeLost
-from tests.service_node import TOKEN, build_node, connected, only, serving
+from tests.service_node import TOKEN, built_node, connected, only, serving
 
 SCHEMES = ["unix", "tcp"]
 PATIENCE_S = 15.0
@@ -188,9 +188,9 @@ class TestWhoIsNotThere:
             await connect_node(info, TOKEN)
 
     async def test_one_that_never_answers(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
+        with socket.create_server(("127.0.0.1", 0)) as silent, built_node() as node:
             port = silent.getsockname()[1]
-            info = msgspec.structs.replace(build_node().info, service=f"tcp:127.0.0.1:{port}/x")
+            info = msgspec.structs.replace(node.info, service=f"tcp:127.0.0.1:{port}/x")
             with pytest.raises(NodeLost, match=r"did not answer within 0\.2 s"):
                 await connect_node(info, TOKEN, timeout_s=0.2)
 
@@ -344,8 +344,8 @@ class TestSettings:
         ids=str,
     )
     async def test_addresses_that_are_none(self, settings_: dict[str, Any], field: str) -> None:
-        with pytest.raises(ConfigError) as caught:
-            NodeService(build_node(), TOKEN, **settings_)
+        with built_node() as node, pytest.raises(ConfigError) as caught:
+            NodeService(node, TOKEN, **settings_)
         assert caught.value.field == field
 
     async def test_a_port_that_is_taken(self) -> None:
@@ -371,5 +371,6 @@ class TestSettings:
             make()
 
     async def test_the_token_is_not_shown(self) -> None:
-        service = NodeService(build_node(), ClusterToken("a-secret"))
-        assert "a-secret" not in f"{vars(service)}"
+        with built_node() as node:
+            service = NodeService(node, ClusterToken("a-secret"))
+            assert "a-secret" not in f"{vars(service)}"

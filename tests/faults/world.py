@@ -139,21 +139,28 @@ class Walk:
         return {transfer.direction: (node_id, transfer) for node_id, transfer in found.items()}
 
     async def _name_nodes(self, before: Counts) -> None:
+        """Where there is nothing to see of an end any more, it has been counted, or soon is."""
         ends = await self._ends()
         if _RECEIVE in ends:
             self._d = ends[_RECEIVE][0]
         else:  # with exact fences it is gone already
-            await self.cluster.until(lambda: self._any_lost(before))
-            decode = self.cluster.living_of("decode")
-            (self._d,) = [i for i in decode if await self._lost(i, before)]
+            self._d = await self._who_counted("decode", self.case.state, before)
         if _PUSH in ends:
             self._p = ends[_PUSH][0]
-        else:  # it has committed, which shows in its counts
-            (self._p,) = [
-                i
-                for i in self.cluster.living_of("prefill")
-                if await self._has_counted(i, State.COMMITTED, before)
-            ]
+        else:
+            self._p = await self._who_counted("prefill", State.COMMITTED, before)
+
+    async def _who_counted(self, role: str, state: State, before: Counts) -> str:
+        counted: list[str] = []
+
+        async def has_been_counted() -> bool:
+            names = self.cluster.living_of(role)
+            counted[:] = [name for name in names if await self._has_counted(name, state, before)]
+            return bool(counted)
+
+        await self.cluster.until(has_been_counted)
+        (name,) = counted
+        return name
 
     # ------------------------------------------------------------------ counts of ended hand-offs
 
@@ -167,19 +174,13 @@ class Walk:
     async def _has_counted(self, node_id: str, state: State, before: Counts) -> bool:
         return (await self._counts())[node_id, state] > before[node_id, state]
 
-    async def _lost(self, node_id: str, before: Counts) -> bool:
-        return await self._has_counted(node_id, self.case.state, before)
-
-    async def _any_lost(self, before: Counts) -> bool:
-        return any([await self._lost(i, before) for i in self.cluster.living_of("decode")])
-
     async def _has_ended_at_d(self, before: Counts) -> bool:
         """In the state of the case, with its blocks kept in quarantine until P has answered.
 
         With exact fences they are safe at once.
         """
         if self.world.exact_fences:
-            return await self._lost(self._d, before)
+            return await self._has_counted(self._d, self.case.state, before)
         transfer = (await self._ends()).get(_RECEIVE)
         return (
             transfer is not None

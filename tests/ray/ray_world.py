@@ -207,13 +207,18 @@ class RayWorld:
             os.kill(stopped.pid, signal.SIGCONT)
 
     def _signal(self, number: signal.Signals, *names: str) -> list[Killed]:
+        killed = self.aim_at(*names)
+        for one in killed:
+            os.kill(one.pid, number)
+        return killed
+
+    def aim_at(self, *names: str) -> list[Killed]:
+        """To be killed by whoever has no time to ask who they are."""
         members = self.members()
         killed = []
         for name in names:
             info = None if name == CONTROLLER else members[name].info
             killed.append(Killed(name, self.pid(name), 0 if info is None else info.generation))
-        for one in killed:
-            os.kill(one.pid, number)
         return killed
 
     async def whole_again(self, killed: Sequence[Killed], gateway: OwnGateway | None) -> None:

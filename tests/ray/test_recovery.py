@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Sequence
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ from cluster.ray_mode.connect_directory import tell_directory
 from cluster.ray_mode.memory import MemoryStore
 from directory import StaleGeneration
 from protocol import NodeLost, Role
-from tests.ray.load import Load, over_http, through
+from tests.ray.load import GatewayGone, Load, over_http, through
 from tests.ray.ray_world import OwnGateway, RayWorld, until
 
 
@@ -145,16 +146,31 @@ async def test_what_clients_of_a_lost_gateway_had_is_freed(
     num_tokens = 500
     before = await _num_generated(gateway)
     ask = over_http(client, world.url, "hash")
-    answers = [ask([number, 2, 3], num_tokens) for number in range(2, 14)]
-    for answer in answers:
-        await anext(answer)
-    killed = await asyncio.to_thread(world.kill, *world.gateways)
+    prompts = [[number, 2, 3] for number in range(2, 14)]
+    begun = asyncio.Event()
+    killed = await asyncio.to_thread(world.aim_at, *world.gateways)
+    async with asyncio.TaskGroup() as group:
+        clients = [
+            group.create_task(_is_cut_off(ask(prompt, num_tokens), begun)) for prompt in prompts
+        ]
+        await begun.wait()
+        for one in killed:
+            os.kill(one.pid, signal.SIGKILL)
+    assert any(client.result() for client in clients), "all answers were there already"
     await gateway.at_rest()
     generated = await _num_generated(gateway) - before
-    assert generated < len(answers) * num_tokens / 2, "nodes went on, though nobody listens"
-    for answer in answers:
-        await answer.aclose()  # type: ignore[attr-defined]
+    assert generated < len(prompts) * num_tokens / 2, "nodes went on, though nobody listens"
     await world.whole_again(killed, gateway)
+
+
+async def _is_cut_off(answer: AsyncIterator[Sequence[int]], begun: asyncio.Event) -> bool:
+    """Whether its gateway was gone before its end."""
+    try:
+        async for _ in answer:
+            begun.set()
+    except GatewayGone:
+        return True
+    return False
 
 
 async def _num_generated(gateway: OwnGateway) -> int:
