@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import platform
 from collections.abc import Sequence
@@ -14,16 +15,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.ray_mode.hosts import Host
 from cluster.ray_mode.local_ray import RayFailed
+from cluster.ray_mode.places import living_hosts
 from cluster.ray_mode.spec import Failed, HostReport, Spec, pack, unpack, unpack_or_raise
 from engine.weights import ModelStore
 from protocol import ConfigError, KvrelayError, ModelError
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = ("kvrelay", "torch", "ray")
 _TIMEOUT_S = 120.0  # a host may have to fetch and convert the model
 
 
 def check_hosts(spec: Spec, hosts: Sequence[Host]) -> None:
-    """Ask all hosts at once.
+    """Ask all hosts at once. One that leaves Ray meanwhile does not matter.
 
     Raises:
         RayFailed: a host has another version of something than we have, or does not answer.
@@ -42,6 +46,9 @@ def check_hosts(spec: Spec, hosts: Sequence[Host]) -> None:
     own = versions()
     for host, answer in zip(hosts, asked, strict=True):
         report = _answer_of(host, answer)
+        if report is None:
+            logger.warning("%s has just left Ray", host.address)
+            continue
         _compare(host, own, report.versions)
         if report.fingerprint != spec.fingerprint:
             raise ModelError(
@@ -81,7 +88,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _answer_of(host: Host, answer: object) -> HostReport:
+def _answer_of(host: Host, answer: object) -> HostReport | None:
+    """None: the host is there no more."""
     try:
         report = unpack_or_raise(ray.get(answer, timeout=_TIMEOUT_S))
     except GetTimeoutError as error:
@@ -94,6 +102,8 @@ def _answer_of(host: Host, answer: object) -> HostReport:
             ) from error
         raise RayFailed(f"{host.address} could not be looked at: {cause!r}") from error
     except RayError as error:
+        if host.host_id not in {living.host_id for living in living_hosts()}:
+            return None
         first = str(error).strip().partition("\n")[0]
         raise RayFailed(f"{host.address} could not be looked at: {first}") from error
     except ModelError as error:

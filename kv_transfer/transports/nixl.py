@@ -1,15 +1,15 @@
 """Between processes and hosts, by NIXL over UCX; messages over authenticated TCP beside it.
 
-All calls of NIXL come from one thread, which sleeps as long as nobody writes. A node has one agent
-with which it writes, and for each peer that writes to it another: a fence has to close the door on
-one peer, and closing its agent is the only way to do so that holds:
+All calls of NIXL come from one thread, which sleeps as long as nobody writes. A node has two agents
+for each peer: a fence has to close the door on one peer, and what is written to one that is lost
+has to end, and closing an agent is the only way to either that holds:
 
-    P's process            kernels               D's process
-    agent of P ═══ blocks on their way ═══►  agent for P ──► pool
-                                             agent for Q ──► pool
+    P's process                    kernels               D's process
+    pool ──► agent to D  ═══ blocks on their way ═══►  agent for P ──► pool
+    pool ──► agent to E                                agent for Q ──► pool
 
-UCX asks nobody for a token, so the kernel lets nobody but P connect to the agent for P, and to that
-with which a node writes, nobody at all.
+UCX asks nobody for a token, so the kernel lets nobody but P connect to the agent for P, and to
+those with which a node writes, nobody at all.
 
 Once the agent for P is closed, nothing that is still on its way can reach the pool. What remains
 is a process of the same host that copies by itself (UCX does so where it may): that ends with it.
@@ -121,18 +121,19 @@ class NixlTransport:
         self._jobs: deque[Callable[[], None]] = deque()  # for the thread; as many as writes
         self._paths: dict[str, NixlPath] = {}
         self._num_doors = 0
+        self._num_writers = 0
         self._awake = threading.Event()
         self._news = False  # the node has something to look at
         self._closing = False
         self._withdrawn = False  # nothing is written any more
-        self._agent: NixlAgent | None = None
+        self._spare: NixlAgent | None = None  # for the first peer that is written to
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
 
     def register(self, pool: BlockPoolMemory, on_activity: Callable[[], None]) -> None:
         """As Transport. Raises ConfigError: UCX finds no device, or cannot take this memory."""
         self._pool = pool
         self._on_activity = on_activity
-        self._agent = NixlAgent(self.endpoint, pool, self.config)
+        self._spare = self._open_writer()  # sooner than needed, so that what is wrong is said now
         hello = Hello(nixl_version=load_nixl().version, device=pool.device)
         self._network.start(pool.shape, self._on_network, extra=encode_hello(hello))
         self._thread.start()
@@ -253,22 +254,20 @@ class NixlTransport:
         if self._thread.ident is not None:
             self._awake.set()
             self._thread.join()
-        elif self._agent is not None:
-            self._agent.close()
+        elif self._spare is not None:
+            self._spare.close()
         self._network.close()
 
     def _withdraw(self) -> None:
         """The last that the thread does."""
-        assert self._agent is not None
         with self._lock:
             self._withdrawn = True
         while self._jobs:
             self._jobs.popleft()()
         for path in self._paths.values():
-            path.withdraw()
-        self._agent.close()
-        for path in self._paths.values():
-            path.end()
+            path.close("this node closes")
+        if self._spare is not None:
+            self._spare.close()
         if any(self._copies_by_itself(peer) for peer in self._doors):
             _kept.append(self._pool.owner)
         for peer in list(self._doors):
@@ -399,11 +398,18 @@ class NixlTransport:
     def _path(self, peer: str) -> NixlPath:
         path = self._paths.get(peer)
         if path is None:
-            assert self._agent is not None
             path = self._paths[peer] = NixlPath(
-                peer, self._agent, partial(self._send, peer), self._note_news
+                peer, self._take_writer, partial(self._send, peer), self._note_news
             )
         return path
+
+    def _take_writer(self) -> NixlAgent:
+        spare, self._spare = self._spare, None
+        return spare or self._open_writer()
+
+    def _open_writer(self) -> NixlAgent:
+        self._num_writers += 1
+        return NixlAgent(f"{self.endpoint}>{self._num_writers}", self._pool, self.config)
 
     def _submit(self, write: NixlWrite) -> None:
         self._path(write.peer).submit(write)

@@ -274,13 +274,6 @@ class NixlAgent:
         if named != agent.encode():
             raise PeerRefused(f"the metadata of agent {agent} are those of {named!r}")
 
-    def remove(self, agent: str) -> None:
-        """No transfer to it may be under way."""
-        try:
-            self._agent.remove_remote_agent(agent)
-        except self._nixl.errors as error:
-            logging.getLogger(__name__).debug("agent %s cannot be removed: %s", agent, error)
-
     def start(self, remote: RemotePool, rows: NDArray[np.int64]) -> NixlTransfer:
         """Write extents. Memory of one host may be copied at once, before this returns."""
         sources = self._descriptors(rows[:, 0], rows[:, 2], self._pool.address, self._device_id)

@@ -22,13 +22,12 @@ from kv_transfer.transports.nixl_agent import (
 )
 from kv_transfer.transports.nixl_frames import Broken, Frame, Knock, Offer, Want, Writing
 from kv_transfer.transports.port_lock import Source, sources_to
-from protocol import HandoffTicket
+from protocol import ConfigError, HandoffTicket
 
 logger = logging.getLogger(__name__)
 
 # NIXL may copy it all in one call. In between, the thread hears what other peers have to say.
 _PART_BYTES = 64 << 20
-_ASK_AGAIN_S = 1.0  # between two messages to a peer that keeps an agent which we have given up
 _LOOK_S = 20e-3  # between two looks for connections of ours, as UCX says nothing of new ones
 
 
@@ -44,23 +43,21 @@ class NixlWrite:
 
 @dataclass
 class _Remote:
-    """The peer's pool behind one agent that it has offered."""
+    """The peer's pool behind one agent that it has offered, and our agent that writes there."""
 
     number: int
+    agent: NixlAgent
     pool: RemotePool
     port: int  # to which UCX connects, where the peer lets in whom we name; 0: not at all
     sources: frozenset[Source] = frozenset()  # that the peer knows
     look_at: float = 0.0  # when to look for others
-    running: int = 0  # writes
     announced: bool = False  # the peer knows that we write
     needs_help: bool = True  # of the peer's progress: NIXL does not copy by itself
-    retired: bool = False  # no write begins there any more
 
 
 @dataclass
 class _Running:
     write: NixlWrite
-    remote: _Remote
     parts: deque[NDArray[np.int64]]  # that have not been started
     transfer: NixlTransfer | None = None
 
@@ -69,23 +66,26 @@ class NixlPath:
     """
     nothing ──Want──► asked ──Offer──► open ──Broken, or the peer is lost──► nothing …
 
-    Writes wait for the offer. What is running when the peer is lost, runs until NIXL says how it
-    ended: the peer, or its system, closes the agent.
+    Writes wait for the offer. Those that run when the path breaks have failed, and our agent is
+    closed at once: a peer that has lost its power never says how they ended, and UCX would go on
+    reading blocks that belong to somebody else by then. So each path has an agent of its own.
     """
 
     def __init__(
         self,
         peer: str,
-        agent: NixlAgent,
+        open_agent: Callable[[], NixlAgent],
         send: Callable[[Frame], None],
         on_end: Callable[[], None],
     ) -> None:
+        """`open_agent` may raise ConfigError: this host has no room for another one."""
         self.peer = peer
-        self._agent = agent
+        self._open_agent = open_agent
         self._send = send
         self._on_end = on_end
         self._asked = False
         self._seen = 0  # number of the last offer
+        self._agent: NixlAgent | None = None  # for the next offer
         self._remote: _Remote | None = None
         self._waiting: deque[NixlWrite] = deque()
         self._running: list[_Running] = []
@@ -95,12 +95,12 @@ class NixlPath:
     @property
     def busy(self) -> bool:
         """Whether `turn` has something to do."""
-        return bool(self._running) or (self._remote is not None and bool(self._waiting))
+        return self._remote is not None and bool(self._running or self._waiting)
 
     @property
     def over(self) -> bool:
         """Whether another path to this peer could as well begin where this one is."""
-        return self._lost and not self._running and not self._waiting
+        return self._lost and not self._waiting
 
     # ------------------------------------------------------------------ what happens
 
@@ -113,32 +113,39 @@ class NixlPath:
     def _ask(self) -> None:
         try:
             self._send(Want(self._seen))
-        except PeerUnreachable as error:
+            self._prepare()  # while the peer does the same
+        except (PeerUnreachable, ConfigError) as error:
             self.give_up(str(error))
         else:
             self._asked = True
 
+    def _prepare(self) -> NixlAgent:
+        if self._agent is None:
+            self._agent = self._open_agent()
+        return self._agent
+
     def take_offer(self, offer: Offer) -> None:
+        """The peer has no other agent for us any more."""
         self._seen = offer.number
         self._asked = False
+        self._leave()
         try:
-            remote = self._remote_of(offer)
-        except PeerRefused as error:
+            self._remote = self._remote_of(offer)
+        except (PeerRefused, ConfigError) as error:
             self.give_up(str(error))
             return
         self._void = frozenset(offer.void)
-        self._retire()
-        self._remote = remote
+        self._knock(self._remote)
 
     def _remote_of(self, offer: Offer) -> _Remote:
         check_version(self.peer, offer.nixl_version)
         if not offer.whole:
             raise PeerRefused(f"{self.peer} sent damaged metadata of its agent")
         pool = RemotePool.on(offer.device, offer.agent, offer.address, offer.num_bytes)
-        self._agent.add(offer.agent, offer.metadata)
-        remote = _Remote(offer.number, pool, offer.port)
-        self._knock(remote)
-        return remote
+        agent = self._prepare()
+        agent.add(offer.agent, offer.metadata)
+        self._agent = None
+        return _Remote(offer.number, agent, pool, offer.port)
 
     def _knock(self, remote: _Remote) -> None:
         """Tell the peer from where UCX has connected to it. Often it is too early to see that."""
@@ -167,18 +174,28 @@ class NixlPath:
     def lose(self, problem: str) -> None:
         """The peer is gone. If it comes back, it makes another offer."""
         self._lost = True
-        self._retire()
+        self.close(problem)
+
+    def close(self, problem: str) -> None:
+        """Whatever waits or runs has failed."""
         self.give_up(problem)
+        self._leave()
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
 
-    def _retire(self) -> None:
+    def _leave(self) -> None:
+        """Nothing is read from our pool for this peer any more, or will be in its."""
         remote, self._remote = self._remote, None
-        if remote is not None:
-            remote.retired = True
-            self._remove_if_unused(remote)
-
-    def _remove_if_unused(self, remote: _Remote) -> None:
-        if remote.retired and not remote.running:
-            self._agent.remove(remote.pool.agent)
+        if remote is None:
+            return
+        failed, self._running = self._running, []
+        for running in failed:
+            if running.transfer is not None:
+                running.transfer.release()
+        remote.agent.close()
+        for running in failed:
+            self._settle(running.write, WriteState.FAILED)
 
     # ------------------------------------------------------------------ writing
 
@@ -189,11 +206,12 @@ class NixlPath:
             moved = True
             self._begin(self._waiting.popleft(), self._remote)
         for running in list(self._running):
-            moved |= self._advance(running)
+            if self._remote is not None:  # else it has failed with another one
+                moved |= self._advance(running, self._remote)
         return moved
 
     def _begin(self, write: NixlWrite, remote: _Remote) -> None:
-        fits = write.extents.within(self._agent.num_bytes, remote.pool.num_bytes)
+        fits = write.extents.within(remote.agent.num_bytes, remote.pool.num_bytes)
         if write.ticket in self._void or not fits:
             self._settle(write, WriteState.FAILED)
             return
@@ -201,87 +219,53 @@ class NixlPath:
         if not pending:
             self._settle(write, WriteState.DONE)
             return
-        remote.running += 1
-        self._running.append(_Running(write, remote, pending))
+        self._running.append(_Running(write, pending))
         if remote.needs_help:
             self._announce(remote, begun=True)
 
-    def _advance(self, running: _Running) -> bool:
+    def _advance(self, running: _Running, remote: _Remote) -> bool:
         """One step; whether something moved."""
         moved = True
         if running.transfer is None:
-            if running.remote.retired:
-                self._end(running, WriteState.FAILED)
-                return True
-            self._start_part(running)
+            running.transfer = remote.agent.start(remote.pool, running.parts.popleft())
+            remote.needs_help = running.transfer.state is TransferState.RUNNING
         elif running.transfer.state is TransferState.RUNNING:
             moved = running.transfer.poll()
-        transfer = running.transfer
-        assert transfer is not None
-        if transfer.state is TransferState.BROKEN:
-            return self._break(running, transfer)
-        if transfer.state is TransferState.RUNNING:
-            self._announce(running.remote, begun=True)
-            if not moved:
-                self._say_again(running.remote)
-            return moved
+        match running.transfer.state:
+            case TransferState.BROKEN:
+                return self._break(remote, running.transfer.problem)
+            case TransferState.RUNNING:
+                self._announce(remote, begun=True)
+                if not moved:
+                    self._knock(remote)
+                return moved
         running.transfer = None
         if not running.parts:
-            self._end(running, WriteState.DONE)
+            self._end(running, remote)
         return True
 
-    def _say_again(self, remote: _Remote) -> None:
-        """What the peer has to know so that a write there can end."""
-        if remote.retired:
-            self._ask_to_close(remote)
-        else:
-            self._knock(remote)
-
-    def _ask_to_close(self, remote: _Remote) -> None:
-        """Only we may have noticed that the connection was lost: then the peer waits for us."""
-        now = time.monotonic()
-        if now < remote.look_at:
-            return
-        remote.look_at = now + _ASK_AGAIN_S
+    def _break(self, remote: _Remote, problem: str) -> bool:
+        """All has failed, if the peer will know that before it hears anything else of us."""
         try:
             self._send(Broken(remote.number))
         except PeerUnreachable as error:
-            logger.debug("%s", error)
-
-    def _start_part(self, running: _Running) -> None:
-        transfer = self._agent.start(running.remote.pool, running.parts.popleft())
-        running.transfer = transfer
-        running.remote.needs_help = transfer.state is TransferState.RUNNING
-
-    def _break(self, running: _Running, transfer: NixlTransfer) -> bool:
-        """It has failed, if the peer will know that before it hears anything else of us."""
-        remote = running.remote
-        try:
-            self._send(Broken(remote.number))
-        except PeerUnreachable as error:
-            if not self._lost:  # it reads nothing at the moment
-                return False
-            logger.debug("%s", error)
-        logger.warning("a write to %s has failed: %s", self.peer, transfer.problem)
-        if remote is self._remote:
-            self._retire()
-        self._end(running, WriteState.FAILED)
+            logger.debug("%s", error)  # it reads nothing at the moment, or soon is lost
+            return False
+        logger.warning("a write to %s has failed: %s", self.peer, problem)
+        self._leave()
         if self._waiting:
             self._ask()
         return True
 
-    def _end(self, running: _Running, state: WriteState) -> None:
-        remote = running.remote
+    def _end(self, running: _Running, remote: _Remote) -> None:
         self._running.remove(running)
-        remote.running -= 1
-        if not remote.running:
+        if not self._running:
             self._announce(remote, begun=False)
-            self._remove_if_unused(remote)
-        self._settle(running.write, state)
+        self._settle(running.write, WriteState.DONE)
 
     def _announce(self, remote: _Remote, *, begun: bool) -> None:
         """If it cannot be told, it is lost, or has so much unread that it has to be told later."""
-        if remote.announced is begun or self._lost:
+        if remote.announced is begun:
             return
         try:
             self._send(Writing(remote.number, begun))
@@ -289,19 +273,6 @@ class NixlPath:
             logger.debug("%s", error)
         else:
             remote.announced = begun
-
-    def withdraw(self) -> None:
-        """Before the agent is closed: let go of all that runs."""
-        self.give_up("this node closes")
-        for running in self._running:
-            if running.transfer is not None:
-                running.transfer.release()
-
-    def end(self) -> None:
-        """After the agent was closed. Peers shut their doors as soon as they see that."""
-        for running in self._running:
-            self._settle(running.write, WriteState.FAILED)
-        self._running.clear()
 
     def _settle(self, write: NixlWrite, state: WriteState) -> None:
         write.state = state

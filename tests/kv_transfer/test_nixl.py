@@ -194,6 +194,20 @@ def test_a_write_to_a_killed_node_fails(here: Here, there: RemoteEnd) -> None:
     assert here.ended(write) == "FAILED"
 
 
+def test_a_write_to_a_node_without_power_fails(here: Here, there: RemoteEnd) -> None:
+    """Nobody closes its agent, and the kernel would go on trying for minutes."""
+    endpoint = there.endpoint()
+    there.stop()
+    write = here.write(endpoint, TICKET, ALL)
+    time.sleep(QUIET_S)
+    assert here.state(write) == "PENDING"
+    cut_connections(here)
+    assert here.ended(write) == "FAILED"
+    there.go_on()
+    time.sleep(1.1)  # sooner nobody dials again
+    assert here.ended(here.write(endpoint, TICKET, ALL)) == "DONE"
+
+
 def test_a_write_that_has_not_begun_fails_with_its_peer(here: Here) -> None:
     there = RemoteEnd(OVER_TCP)
     there.make(EndSpec("there"))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -28,7 +29,7 @@ from kv_transfer.transports.nixl_frames import (
 )
 from kv_transfer.transports.nixl_path import NixlPath, NixlWrite
 from kv_transfer.transports.port_lock import sources_to
-from protocol import HandoffTicket
+from protocol import ConfigError, HandoffTicket
 from tests.kv_transfer.pools import LAYOUT, TIMEOUT_S, make_pool
 
 TICKET = HandoffTicket("request", 0)
@@ -36,12 +37,10 @@ CONFIG = NixlConfig(transports="tcp")
 
 
 @pytest.fixture
-def agents() -> Iterator[tuple[NixlAgent, NixlAgent]]:
-    """Ours, and a peer's."""
-    ours, theirs = (NixlAgent(name, make_pool(), CONFIG) for name in ("ours", "theirs"))
-    yield ours, theirs
-    ours.close()
-    theirs.close()
+def theirs() -> Iterator[NixlAgent]:
+    agent = NixlAgent("theirs", make_pool(), CONFIG)
+    yield agent
+    agent.close()
 
 
 @pytest.fixture
@@ -50,13 +49,16 @@ def sent() -> list[Frame]:
 
 
 @pytest.fixture
-def path(agents: tuple[NixlAgent, NixlAgent], sent: list[Frame]) -> NixlPath:
-    return NixlPath("d", agents[0], sent.append, lambda: None)
+def path(sent: list[Frame]) -> Iterator[NixlPath]:
+    open_agent = partial(NixlAgent, "ours", make_pool(), CONFIG)
+    path = NixlPath("d", open_agent, sent.append, lambda: None)
+    yield path
+    path.close("the test is over")
 
 
 @pytest.fixture
-def offer(agents: tuple[NixlAgent, NixlAgent]) -> Offer:
-    metadata = agents[1].metadata()
+def offer(theirs: NixlAgent) -> Offer:
+    metadata = theirs.metadata()
     return Offer(
         number=1,
         nixl_version=load_nixl().version,
@@ -66,7 +68,7 @@ def offer(agents: tuple[NixlAgent, NixlAgent]) -> Offer:
         device="cpu",
         address=0,
         num_bytes=33 * LAYOUT.bytes_per_block,
-        port=agents[1].port,
+        port=theirs.port,
     )
 
 
@@ -95,13 +97,16 @@ def test_an_offer_of_no_use(path: NixlPath, offer: Offer, wrong: dict[str, objec
 
 @pytest.mark.parametrize("length", [0, 1, 100, 200])
 def test_truncated_metadata_are_not_given_to_nixl(
-    path: NixlPath, offer: Offer, agents: tuple[NixlAgent, NixlAgent], length: int
+    path: NixlPath, offer: Offer, length: int
 ) -> None:
     """They would harm the agent; after them it still takes those that are whole."""
     write = submitted(path)
     path.take_offer(msgspec.structs.replace(offer, metadata=offer.metadata[:length]))
     assert write.state is WriteState.FAILED
-    agents[0].add("theirs", offer.metadata)
+    write = submitted(path)
+    path.take_offer(offer)
+    assert write.state is WriteState.PENDING
+    assert path.busy
 
 
 def test_nothing_is_written_under_void_tickets(path: NixlPath, offer: Offer) -> None:
@@ -125,6 +130,14 @@ def test_one_offer_is_asked_for_and_another_when_that_is_of_no_use(
 def test_who_gets_no_offer_does_not_wait(path: NixlPath) -> None:
     write = submitted(path)
     path.give_up("no room")
+    assert write.state is WriteState.FAILED
+
+
+def test_without_room_for_an_agent_of_ours_nothing_is_written(sent: list[Frame]) -> None:
+    def open_agent() -> NixlAgent:
+        raise ConfigError("nixl_device", "no room")
+
+    write = submitted(NixlPath("d", open_agent, sent.append, lambda: None))
     assert write.state is WriteState.FAILED
 
 

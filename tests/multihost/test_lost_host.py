@@ -32,7 +32,7 @@ _WAYS: dict[str, Callable[[RayHosts], None]] = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "way" in metafunc.fixturenames:
         many = metafunc.config.getoption("--all-faults")
-        metafunc.parametrize("way", list(_WAYS) if many else ["killed"])
+        metafunc.parametrize("way", list(_WAYS) if many else ["power"])
 
 
 @pytest.fixture

@@ -11,7 +11,10 @@ import httpx
 import pytest
 
 from cluster.ray_mode.connect_directory import tell_directory
+from cluster.ray_mode.hosts import Host
 from cluster.ray_mode.memory import MemoryStore
+from cluster.ray_mode.places import living_hosts
+from cluster.ray_mode.preflight import check_hosts
 from directory import StaleGeneration
 from protocol import NodeLost, Role
 from tests.ray.load import GatewayGone, Load, over_http, through
@@ -131,6 +134,14 @@ async def test_a_host_is_lost(world: RayWorld, gateway: OwnGateway, load: Load) 
     killed = await asyncio.to_thread(world.kill, *names)
     await world.whole_again(killed, gateway)
     await load.more(16)
+
+
+def test_a_host_may_leave_while_it_is_looked_at(
+    world: RayWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = Host("ab" * 28, "198.51.100.9", {}, {})
+    check_hosts(world.spec, [gone, *living_hosts()])
+    assert f"{gone.address} has just left Ray" in caplog.text
 
 
 async def test_all_nodes_are_lost_at_once(world: RayWorld, gateway: OwnGateway, load: Load) -> None:
