@@ -6,11 +6,12 @@ whoever only schedules, or simulates, does without.
 
 from engine.active_job import ActiveJob
 from engine.handoff_role import HandoffRole
-from engine.host import EngineHost, Listener
+from engine.host import EngineHost
 from engine.kv_cache_config import NULL_BLOCK_ID, KVCacheConfig, blocks_within
 from engine.local_node import LocalNode
 from engine.loop import Engine, StepResult, StepRunner
 from engine.pipelined import PipelinedEngine
+from engine.publisher import Listener
 from engine.role_change import RoleChange
 from engine.role_policy import RolePolicy
 

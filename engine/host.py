@@ -13,26 +13,27 @@ this (hand-off, intake) is in its `RolePolicy`, which can be another one once th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from engine.active_job import ActiveJob
+from engine.callers import Callers
 from engine.drain import HANDOFF_GRACE_S, Drain
 from engine.loop import Engine, StepResult
 from engine.outputs import OutputStream
+from engine.publisher import Listener, Publisher
+from engine.questions import Questions, call_soon
 from engine.rate import PrefillRate
 from engine.role_change import RoleChange
 from engine.role_policy import RolePolicy, TakesJobs
 from protocol import (
-    BlockEventBatch,
     CacheSnapshot,
     Delta,
     Failure,
@@ -66,14 +67,6 @@ _PAUSE_STATES = {
 _PAUSE_MODES = {state: mode for mode, state in _PAUSE_STATES.items()}
 
 
-class Listener(Protocol):
-    """Whoever follows a node from outside. Called from the engine's thread; must not wait."""
-
-    def on_status(self, info: NodeInfo, status: NodeStatus) -> None: ...
-
-    def on_blocks(self, info: NodeInfo, batch: BlockEventBatch) -> None: ...
-
-
 class EngineHost:
     """One node's engine, its jobs and its callers."""
 
@@ -92,22 +85,19 @@ class EngineHost:
         self.engine = engine
         self.jobs: dict[str, ActiveJob] = {}
         self._role: RolePolicy
-        self._listener = listener
+        self._publisher = Publisher(engine.scheduler, listener)
         self._clock = clock
         self._max_jobs = max_jobs
         self._max_quarantine = max_quarantine
         self._commands: deque[Callable[[], None]] = deque()
         self._pending: dict[str, int] = {}  # jobs taken and not yet accepted, with their tokens
         self._activity = engine.activity
-        self._deltas: dict[str, list[Delta]] = {}
-        self._streams: dict[str, OutputStream] = {}
-        self._streams_lock = threading.Lock()
+        self._callers = Callers(info.node_id)
+        self._questions = Questions(self.post)
         self._rate = PrefillRate()
-        self._event_sequence = 0
         self._healthy = True
         self._stopping = False
         self._drain = Drain()
-        self._unanswered: set[Callable[[], object]] = set()  # to be called if the node stops
         self._thread = threading.Thread(target=self._run, name=f"engine-{info.node_id}")
 
     # ------------------------------------------------------------------ from any thread
@@ -218,7 +208,7 @@ class EngineHost:
         if paused is not None:
             logger.warning("%s drains, but is paused: %s", self.info.node_id, paused)
         drained = asyncio.Event()
-        release = partial(_call_soon, asyncio.get_running_loop(), drained.set)
+        release = partial(call_soon, asyncio.get_running_loop(), drained.set)
         self._drain.wait(release)
         self.wake()
         try:
@@ -284,41 +274,22 @@ class EngineHost:
             NodeLost: the node does not run any more, or stops meanwhile.
             TimeoutError: a step takes too long.
         """
-        self._check_runs()
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[AnswerT] = loop.create_future()
 
-        def answer(value: AnswerT) -> None:
-            if not done.done():  # else nobody waits any more
-                done.set_result(value)
-
-        def lose() -> None:
-            if not done.done():
-                done.set_exception(NodeLost(f"node {self.info.node_id} stopped"))
-
-        def ask() -> None:
+        def answer() -> AnswerT:
             value = question()
             self._publish()
-            _call_soon(loop, partial(answer, value))
+            return value
 
-        give_up = partial(_call_soon, loop, lose)
-        self._unanswered.add(give_up)
-        try:
-            self.post(ask)
-            self._check_runs()  # else its thread may have looked for the last time
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                return await done
-        finally:
-            self._unanswered.discard(give_up)
+        return await self._questions.ask(
+            answer,
+            check_runs=self._check_runs,
+            lost=lambda: NodeLost(f"node {self.info.node_id} stopped"),
+            timeout_s=STOP_TIMEOUT_S,
+        )
 
     def outputs(self, caller: str) -> AsyncIterator[OutputBatch]:
         """The deltas of this caller's jobs from now on. A second stream ends the first."""
-        stream = OutputStream()
-        with self._streams_lock:
-            old = self._streams.get(caller)
-            self._streams[caller] = stream
-        if old is not None:
-            old.close()
+        stream = self._callers.open(caller)
         if not self._healthy or self._stopping:
             stream.close()
         return self._read(caller, stream)
@@ -379,7 +350,7 @@ class EngineHost:
 
     def emit(self, active: ActiveJob, delta: Delta) -> None:
         """Tell the caller, at the end of this round."""
-        self._deltas.setdefault(active.job.caller, []).append(delta)
+        self._callers.tell(active.job.caller, delta)
 
     def end_job(self, active: ActiveJob) -> None:
         """Nothing more will be told of it."""
@@ -412,16 +383,8 @@ class EngineHost:
             self._role.on_cancel(active)
 
     def _caller_left(self, caller: str, stream: OutputStream) -> None:
-        if self._forget_stream(caller, stream):  # else it came back
+        if self._callers.forget(caller, stream):  # else it came back
             self._cancel_jobs_of(caller)
-
-    def _forget_stream(self, caller: str, stream: OutputStream) -> bool:
-        """Whether it was still the caller's."""
-        with self._streams_lock:
-            if self._streams.get(caller) is not stream:
-                return False
-            del self._streams[caller]
-            return True
 
     def _cancel_jobs_of(self, caller: str) -> None:
         self._cancel_all([j for j in self.jobs.values() if j.job.caller == caller])
@@ -450,7 +413,8 @@ class EngineHost:
             if active is not None:
                 self._role.on_update(active, update)
         self._give_back_overdue()
-        self._deliver()
+        for caller in self._callers.deliver():
+            self._cancel_jobs_of(caller)
         self._publish()
         self._tell_drained()
         return result.progressed or bool(self._commands) or self._role.must_act()
@@ -468,29 +432,9 @@ class EngineHost:
                 active.num_cached_tokens = request.num_cached_tokens
                 self._role.on_started(active)
 
-    def _deliver(self) -> None:
-        deltas, self._deltas = self._deltas, {}
-        for caller, its in deltas.items():
-            batch = OutputBatch(self.info.node_id, tuple(its))
-            with self._streams_lock:
-                stream = self._streams.get(caller)
-            if stream is None or not stream.put(batch):
-                logger.info("%s: caller %s does not listen", self.info.node_id, caller)
-                if stream is not None:  # if it reads after all, it finds that its stream ended
-                    self._forget_stream(caller, stream)
-                    stream.close()
-                self._cancel_jobs_of(caller)
-
     def _publish(self) -> None:
         self._status = self._make_status()
-        events = self.engine.scheduler.kv.pool.take_events()
-        if self._listener is None:
-            return
-        if events:
-            self._event_sequence += 1
-            batch = BlockEventBatch(self.info.node_id, self._event_sequence, tuple(events))
-            self._listener.on_blocks(self.info, batch)
-        self._listener.on_status(self.info, self._status)
+        self._publisher.publish(self.info, self._status)
 
     def _give_back_overdue(self) -> None:
         """The node was to be drained by now: what is left of its jobs may be done elsewhere."""
@@ -539,17 +483,11 @@ class EngineHost:
         """Callers hear of it first: they need not wait for transfers that are under way."""
         self._healthy = False
         self._status = msgspec.structs.replace(self._status, healthy=False)
-        with self._streams_lock:
-            streams = list(self._streams.values())
-        for stream in streams:
-            stream.close()
+        self._callers.close()
         self._drain.release()
-        for give_up in list(self._unanswered):
-            give_up()
+        self._questions.give_up()
         self._close_engine()
-        if self._listener is not None:
-            # The scheduler may have been in the middle of something: what it said last has to do.
-            self._listener.on_status(self.info, self._status)
+        self._publisher.say_farewell(self.info, self._status)
 
     def _close_engine(self) -> None:
         self.engine.close()
@@ -558,13 +496,7 @@ class EngineHost:
 
     def _take_snapshot(self) -> CacheSnapshot:
         self._publish()  # so that the number covers everything that is in the pool
-        chain = self.engine.scheduler.kv.pool.cached_chain()
-        return CacheSnapshot(
-            self.info.node_id,
-            self._event_sequence,
-            hashes=tuple(block for block, _ in chain),
-            parents=tuple(parent for _, parent in chain),
-        )
+        return self._publisher.snapshot(self.info.node_id)
 
     def _make_status(self) -> NodeStatus:
         scheduler = self.engine.scheduler
@@ -594,9 +526,3 @@ class EngineHost:
             num_steps=stats.num_steps,
             paused=_PAUSE_MODES[scheduler.pause_state],
         )
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Call back in the caller's event loop; if that is closed, nobody waits any more."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback)

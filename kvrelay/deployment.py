@@ -65,7 +65,7 @@ class Deployment:
         Raises:
             ConfigError: the file or an option is wrong.
         """
-        file = None if path is None else _read(path)
+        file = None if path is None else YamlFile.read(path)
         settings = ClusterFile() if file is None else file.parse(ClusterFile)
         given = {place: options[name] for place, name in OPTIONS.items() if name in options}
         named = frozenset(places or ())
@@ -95,12 +95,3 @@ class Deployment:
             if self.file is None or keys[0] not in ClusterFile.model_fields:
                 raise
             raise self.file.error(keys, error.problem) from error
-
-
-def _read(path: Path) -> YamlFile:
-    try:
-        return YamlFile.read(path)
-    except ConfigError as error:
-        if error.field == str(path):  # nothing in it is wrong, but the path is
-            raise ConfigError("config", str(error)) from error
-        raise

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import engine.callers
 import engine.host
 from engine import EngineHost
 from engine.outputs import OutputStream
@@ -237,10 +238,10 @@ async def test_a_caller_that_leaves_takes_its_jobs_along(node: Node) -> None:
     assert len(tokens_of(told["r1"])) == 30
     await node.round()
     node.check_at_rest()
-    assert list(node.host._streams) == ["staying"]
+    assert list(node.host._callers._streams) == ["staying"]
     await close(staying)
     await node.round()
-    assert node.host._streams == {}
+    assert node.host._callers._streams == {}
 
 
 async def test_nobody_listens(node: Node) -> None:
@@ -256,11 +257,11 @@ async def test_nobody_listens(node: Node) -> None:
 
 async def test_a_caller_that_never_reads(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept for it is bounded; when it reads after all, its stream tells that it ended."""
-    monkeypatch.setattr(engine.host, "OutputStream", partial(OutputStream, max_batches=5))
+    monkeypatch.setattr(engine.callers, "OutputStream", partial(OutputStream, max_batches=5))
     stream = node.host.outputs(CALLER)
     node.submit(prompt_of(20), LONG)
     async with asyncio.timeout(TIMEOUT_S):
-        while CALLER in node.host._streams:  # noqa: ASYNC110
+        while CALLER in node.host._callers._streams:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     await node.round()
     node.check_at_rest()
@@ -286,7 +287,7 @@ async def test_a_caller_that_comes_back(node: Node) -> None:
     assert tokens_of(seen) == expected_tokens(job.request.prompt_token_ids, job.request.sampling)
     await close(first)
     await node.round()
-    assert list(node.host._streams) == [CALLER]
+    assert list(node.host._callers._streams) == [CALLER]
     await close(second)
 
 
@@ -314,7 +315,7 @@ def test_a_caller_whose_event_loop_is_gone(node: Node) -> None:
     loop.close()
     asyncio.run(_until_idle(node))
     node.check_at_rest()
-    assert node.host._streams == {}
+    assert node.host._callers._streams == {}
     assert node.thread.is_alive()
     del stream
 

@@ -391,7 +391,7 @@ class PlayedNode:
         self.transport.is_given_up = self._is_given_up
         self.transport.connector = self.connector
         self.stream = PlayedStream()
-        self.host._streams[CALLER] = cast(OutputStream, self.stream)
+        self.host._callers._streams[CALLER] = cast(OutputStream, self.stream)
 
     def _is_given_up(self, request_id: str) -> bool:
         """With two steps in flight, the first is computed, and the second has not begun."""
@@ -405,7 +405,7 @@ class PlayedNode:
     def play(self, role: PrefillRole | DecodeRole) -> None:
         """Be ready, as `start` makes it, but for the thread."""
         self.host._role = role
-        self.host._status = self.host._make_status()
+        self.host._publish()
 
     def round(self, num_early_blocks: int = 0) -> None:
         """What the thread would do once, while so many blocks of each write travel."""
