@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,6 +46,10 @@ def launch(config: Mapping[str, Any], on_progress: Callable[[str], None]) -> str
     on_progress(f"starting the hosts of {config.get('cluster_name', 'the Ray cluster')}")
     from ray.autoscaler import sdk
 
+    if config["provider"]["type"] == "local":
+        # The second version counts the head as one of the workers, so that one of them is missing.
+        os.environ["RAY_UP_enable_autoscaler_v2"] = "0"
+    sdk.configure_logging(verbosity=0)
     try:
         sdk.create_or_update_cluster(dict(config), no_config_cache=True)
         head: str = sdk.get_head_node_ip(dict(config))
@@ -57,6 +62,7 @@ def end_hosts(config: Mapping[str, Any]) -> None:
     """Raises RayFailed: what Ray's launcher says."""
     from ray.autoscaler import sdk
 
+    sdk.configure_logging(verbosity=0)
     try:
         sdk.teardown_cluster(dict(config))
     except (RuntimeError, OSError, SystemExit) as error:

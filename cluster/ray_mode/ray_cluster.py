@@ -252,12 +252,25 @@ def _check_listens(address: str) -> None:
     """Ray would go on trying for minutes. Raises RayFailed: nobody listens there."""
     if address == "auto":
         return
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+        _dial(address)
     except OSError as error:
         reason = error.strerror or str(error)
         raise RayFailed(f"no Ray cluster answers at {address}: {reason}") from error
+
+
+def _answers(address: str) -> bool:
+    try:
+        _dial(address)
+    except OSError:
+        return False
+    return True
+
+
+def _dial(address: str) -> None:
+    """Raises OSError: nobody listens there."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
 
 
 def _connection_error(address: str, error: Exception) -> RayFailed:
@@ -347,9 +360,9 @@ def _num_cpus(spec: Spec) -> int:
 
 def _check_not_running(name: str, state: StateFile) -> None:
     known = state.read()
-    if known is None or known.temp_dir is None:  # on another's Ray, which will say if it runs
-        return
-    if runs(known):
+    if known is None or (known.temp_dir is None and known.launcher is None):
+        return  # on another's Ray, which will say if it runs
+    if runs(known) or (known.launcher is not None and _answers(known.address)):
         raise AlreadyRuns(
             "name",
             f"a cluster {name!r} was started from here and runs; choose another name, or end it "

@@ -83,11 +83,11 @@ class Host:
         for directory in ("/dev/shm", private):
             self.run("mount", "-t", "tmpfs", "tmpfs", str(directory))
         lines = [f"{address} {name}\n" for name, address in self._hosts.items()]
-        self._cover("/etc/hosts", "127.0.0.1 localhost\n" + "".join(lines))
-        self._cover("/etc/resolv.conf", "")
-        self._cover("/proc/sys/kernel/random/boot_id", f"{uuid.uuid4()}\n")
+        self.cover("/etc/hosts", "127.0.0.1 localhost\n" + "".join(lines))
+        self.cover("/etc/resolv.conf", "")
+        self.cover("/proc/sys/kernel/random/boot_id", f"{uuid.uuid4()}\n")
 
-    def _cover(self, path: str, text: str) -> None:
+    def cover(self, path: str, text: str) -> None:
         """What only this host finds in a file."""
         source = self._shared / PRIVATE / Path(path).name
         self.path(source).write_text(text)
