@@ -48,7 +48,7 @@ def launch(config: Mapping[str, Any], on_progress: Callable[[str], None]) -> str
 
     if config["provider"]["type"] == "local":
         # The second version counts the head as one of the workers, so that one of them is missing.
-        os.environ["RAY_UP_enable_autoscaler_v2"] = "0"
+        os.environ["RAY_UP_enable_autoscaler_v2"] = "0"  # noqa: SIM112 - so is its name
     sdk.configure_logging(verbosity=0)
     try:
         sdk.create_or_update_cluster(dict(config), no_config_cache=True)

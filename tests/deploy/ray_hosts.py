@@ -6,12 +6,11 @@
         kvrelay/bin/hostname the address that the host would have
         <host>/              Ray's own files
 
-Whatever a command starts has a mark in its environment, so that just these processes are ended.
+Whatever a command starts is marked, so that just these processes are ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -26,11 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
-
 from cluster.free_port import free_port
+from tests.marked_processes import MarkedProcesses
 
-_MARK = "KVRELAY_TEST_HOSTS"
 _STARTED = "Ray runtime started"
 _POLL_S = 0.05  # for what other processes do, of which nobody tells
 _RAY = """#!/bin/bash
@@ -60,7 +57,7 @@ class RayHosts:
     """A context: everything is ended and removed at its end."""
 
     home: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="kvr", dir="/tmp")))
-    _mark: str = field(default_factory=lambda: secrets.token_hex(8))
+    processes: MarkedProcesses = field(default_factory=MarkedProcesses)
     _port: int = field(default_factory=lambda: free_port("127.0.0.1"))
     _shells: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -80,12 +77,9 @@ class RayHosts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        while living := self.processes():
-            for process in living:
-                _kill(process)
-            for shell in self._shells:
-                shell.wait()
-            psutil.wait_procs(living, timeout=5)
+        self.processes.kill()
+        for shell in self._shells:
+            shell.wait()
         shutil.rmtree(self.home)
 
     @property
@@ -141,10 +135,6 @@ class RayHosts:
         nodes: list[Any] = json.loads(answer.stdout)
         return {address: resources for state, address, resources in nodes if state == _ALIVE}
 
-    def processes(self) -> list[psutil.Process]:
-        """All that are there because of us."""
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
-
     def _start(
         self,
         name: str,
@@ -183,24 +173,13 @@ class RayHosts:
             "TEST_OPTIONS": options,
             "TEST_ADDRESS": address,
             "RAY_USAGE_STATS_ENABLED": "0",
-            _MARK: self._mark,
+            self.processes.variable: self.processes.mark,
         }
 
     def _answers(self) -> bool:
         host, _, port = self.head.rpartition(":")
         with socket.socket() as probe:
             return probe.connect_ex((host, int(port))) == 0
-
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(_MARK) == self._mark
-        except psutil.Error:  # it has ended, or is somebody else's
-            return False
-
-
-def _kill(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.kill()
 
 
 def _write_program(path: Path, text: str) -> None:

@@ -109,7 +109,7 @@ def test_a_head_and_a_worker_make_a_cluster() -> None:
             hosts.start_worker("worker", worker, way.variables, address)
         for hosts in clusters.values():
             _check_cluster(hosts)
-    assert not [process for hosts in clusters.values() for process in hosts.processes()]
+    assert not [process for hosts in clusters.values() for process in hosts.processes.look()]
 
 
 def _check_cluster(hosts: RayHosts) -> None:

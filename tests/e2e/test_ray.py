@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import secrets
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from protocol import NodeStatus, Role
 from router import RouterConfig
 from tests.e2e.reference_cluster import check_all, reference_model
 from tests.e2e.serve_process import UpProcess, run_kvrelay, until
+from tests.marked_processes import MarkedProcesses
 from tests.reference.cases import NUM_OUTPUT_TOKENS, ReferenceCase, reference_cases
 
 pytest.importorskip("ray", reason="needs the extra ray")
@@ -78,20 +78,20 @@ def in_foreground(folder: Path, arguments: Sequence[str | Path]) -> tuple[str, C
 
 
 @contextlib.contextmanager
-def marked() -> Iterator[tuple[str, Path]]:
-    """A mark in the environment of all that is started, and a short folder for all its files.
+def marked() -> Iterator[MarkedProcesses]:
+    """All that is started is marked, and has a short folder for all its files.
 
-    Afterwards nothing that bears the mark is left, nor anything in the folder.
+    Afterwards none of these processes is left, nor anything in the folder.
     """
-    mark = secrets.token_hex(8)
+    processes = MarkedProcesses()
     folder = Path(tempfile.mkdtemp(prefix="kvr"))  # short: paths of sockets are
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVRELAY_TEST_MARK", mark)
+        patch.setenv(processes.variable, processes.mark)
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("KVRELAY_STATE_DIR", str(folder / "state"))
         patch.setenv("KVRELAY_CLUSTER_TOKEN", _TOKEN)
-        yield mark, folder
-    until(lambda: not processes(mark), "no process is left, nor their sockets", _REST_S)
+        yield processes
+    until(lambda: not processes.look(), "no process is left, nor their sockets", _REST_S)
     assert list(folder.iterdir()) == []
     folder.rmdir()
 
@@ -100,14 +100,14 @@ def marked() -> Iterator[tuple[str, Path]]:
 def started(transport: str, start: Start, output: Path) -> Iterator[Started]:
     """The deployment of the root, but for its ports. Afterwards nothing of it is left."""
     port = free_port("127.0.0.1")
-    with marked() as (mark, _), EmbeddedServer() as directory:
+    with marked() as processes, EmbeddedServer() as directory:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("KVRELAY_DIRECTORY_PASSWORD", directory.password)
             printed, down = start(
                 output, [ROOT / "cluster.yaml", *settings(port, transport, directory.url)]
             )
         yield Started(printed, f"http://127.0.0.1:{port}/v1", directory)
-        shared = segments(mark)
+        shared = segments(processes)
         down()
     assert not [path for path in shared if path.exists()]
 
@@ -121,33 +121,23 @@ def settings(port: int, transport: str, directory: str) -> list[str]:
     return [text for place in places.items() for text in ("--set", "=".join(place))]
 
 
-def processes(mark: str) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter() if is_marked(process, mark)]
-
-
-def commands(mark: str) -> str:
+def commands(processes: MarkedProcesses) -> str:
     """How those that run call themselves."""
     names = []
-    for process in processes(mark):
+    for process in processes.look():
         with contextlib.suppress(psutil.NoSuchProcess):
             names.append(" ".join(process.cmdline()))
     return "\n".join(names)
 
 
-def segments(mark: str) -> set[Path]:
+def segments(processes: MarkedProcesses) -> set[Path]:
     """Files of shared memory that these processes have mapped."""
     found = set()
-    for process in processes(mark):
+    for process in processes.look():
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
             found |= {Path(line.split()[5]) for line in maps if "/dev/shm/" in line}
     return found
-
-
-def is_marked(process: psutil.Process, mark: str) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        return mark in process.environ().values()
-    return False
 
 
 @contextlib.asynccontextmanager
@@ -209,10 +199,10 @@ async def test_the_tokens_are_those_of_the_reference(
 @pytest.mark.slow
 @pytest.mark.real_model
 def test_ctrl_c_amid_the_start_leaves_nothing(real_model: str, tmp_path: Path) -> None:
-    with marked() as (mark, _):
+    with marked() as processes:
         arguments = ("--set", f"gateway.port={free_port('127.0.0.1')}")
         process = UpProcess(tmp_path, ROOT / "cluster.yaml", *arguments)
-        until(lambda: "ray::NodeActor" in commands(mark), "nodes are being started", _UP_S)
+        until(lambda: "ray::NodeActor" in commands(processes), "nodes are being started", _UP_S)
         process.send(signal.SIGINT)
         assert process.wait(_DOWN_S) == 130, process.log
         assert "Traceback" not in process.errors
