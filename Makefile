@@ -62,7 +62,7 @@ verify: setup ## the reference test: the tokens of every combination against an 
 
 faults: setup ## every state of a hand-off × every fault × every transport, a long soak, and chaos
 	$(BIN)/pytest tests/faults tests/ray tests/multihost \
-	    tests/kv_transfer/test_handoff_chaos.py --all-faults \
+	    tests/kv_transfer/test_handoff*chaos.py --all-faults \
 	    --hypothesis-profile=patient $(ARGS)
 
 bench: setup ## run every benchmark; each prints its result as JSON

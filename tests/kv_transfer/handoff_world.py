@@ -183,7 +183,9 @@ class PlayedTransport:
         return endpoint
 
     def connect(self, peer: str) -> None:
-        pass
+        """That nobody is there is noticed later."""
+        if peer in self._network.dead:
+            self.lost.append(PeerLost(peer, PeerUnreachable("nobody is there")))
 
     def peer_pool(self, peer: str) -> PeerPool:
         return self._network.find(peer)._pool.shape
@@ -474,6 +476,7 @@ class World:
                 strict=False,
             )
         )
+        self.nodes = (self.p, self.d, *spares)  # what they have told stays, if they die or not
         self.prefill = [self.p, *spares]  # those that are alive
         self._roles = {p.host.info.node_id: PrefillRole(p.host, p.connector) for p in self.prefill}
         self._decode = DecodeRole(self.d.host, self.d.connector, DecodeConfig(reserve=reserve))
@@ -523,8 +526,7 @@ class World:
 
     def emitted(self, request: GenerationRequest) -> tuple[int, ...]:
         """The tokens that the caller has, in order."""
-        nodes = {node.host.info.node_id: node for node in (self.p, self.d, *self.prefill)}
-        told = [delta for node in nodes.values() for delta in self.told(node, request)]
+        told = [delta for node in self.nodes for delta in self.told(node, request)]
         tokens: list[int] = []
         for delta in sorted(told, key=lambda delta: delta.position):
             if delta.position <= len(tokens):
@@ -561,8 +563,7 @@ class World:
     def check_answers(self) -> None:
         """Each request has its tokens, or a failure was told, or nobody wants it any more."""
         for request_id, request in self.requests.items():
-            nodes = {id(node): node for node in (self.p, self.d, *self.prefill)}.values()
-            mine = [delta for node in nodes for delta in self.told(node, request)]
+            mine = [delta for node in self.nodes for delta in self.told(node, request)]
             expected = expected_tokens(request.prompt_token_ids, request.sampling)
             for delta in mine:
                 end = delta.position + len(delta.token_ids)

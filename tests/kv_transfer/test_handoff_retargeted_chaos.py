@@ -73,7 +73,7 @@ class Retargeting(RuleBasedStateMachine):
 
     def give(self, index: int) -> None:
         request, node, number, emitted = self.jobs.pop(index)
-        if number < self.attempts[request.request_id]:
+        if number < self.attempts[request.request_id] or self.is_over(request):
             return  # taken back before it was sent
         if node is None:
             endpoint = self.at[request.request_id].transport.endpoint
@@ -101,8 +101,7 @@ class Retargeting(RuleBasedStateMachine):
 
     def failed(self, request: GenerationRequest) -> bool:
         """Whether somebody has said that the attempt failed, or its P is dead."""
-        nodes = (self.world.p, self.world.d, *self.world.prefill)
-        told = [delta for node in nodes for delta in self.world.told(node, request)]
+        told = [d for node in self.world.nodes for d in self.world.told(node, request)]
         number = self.attempts[request.request_id]
         lost = self.at[request.request_id] not in self.world.prefill
         return lost or any(d.failure is not None and d.attempt == number for d in told)
