@@ -57,15 +57,18 @@ class Deployment:
         path: Path | None,
         options: Mapping[str, object],
         places: Mapping[str, object] | None = None,
+        *,
+        path_option: str | None = None,
     ) -> Deployment:
         """Take the settings of a file, if there is one, and over them these options.
 
-        `places`: settings that were given by their place in the file.
+        `places`: settings that were given by their place in the file. `path_option`: the option
+        that the path was given by, which is at fault if nothing can be read there.
 
         Raises:
             ConfigError: the file or an option is wrong.
         """
-        file = None if path is None else YamlFile.read(path)
+        file = None if path is None else _read(path, path_option)
         settings = ClusterFile() if file is None else file.parse(ClusterFile)
         given = {place: options[name] for place, name in OPTIONS.items() if name in options}
         named = frozenset(places or ())
@@ -95,3 +98,13 @@ class Deployment:
             if self.file is None or keys[0] not in ClusterFile.model_fields:
                 raise
             raise self.file.error(keys, error.problem) from error
+
+
+def _read(path: Path, option: str | None) -> YamlFile:
+    """If the path is wrong, rather than what is there, its option is named."""
+    try:
+        return YamlFile.read(path)
+    except ConfigError as error:
+        if option is not None and error.field == str(path):
+            raise ConfigError(option, str(error)) from error
+        raise

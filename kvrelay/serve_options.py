@@ -184,7 +184,7 @@ def serve(
 
     end_on_stop_signals(status=0)
     cluster_token = take_secret(CLUSTER_TOKEN, MIN_TOKEN_CHARACTERS)
-    deployment = Deployment.read(config, given_options(context))
+    deployment = Deployment.read(config, given_options(context), path_option="config")
     with deployment.blaming():
         ServeCommand(
             deployment.settings.serve_config(cache_dir_of(cache_dir)),

@@ -14,63 +14,42 @@ import ray
 from cluster.http_server import answer_http, bind, served_model, url_of
 from cluster.joined_cluster import JoinedCluster
 from cluster.node_setup import set_up_logging, use_modules
-from cluster.ray_mode.actor_process import end_process
 from cluster.ray_mode.connect_directory import follow_directory
-from cluster.ray_mode.spec import Done, Failed, GatewayPlan, Started, pack, unpack
+from cluster.ray_mode.member_actor import MemberActor
+from cluster.ray_mode.spec import Done, GatewayPlan, Started, pack, unpack
 from engine.weights import ModelStore
 from kv_transfer.peering import ClusterToken
-from protocol import KvrelayError
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
 
 
-class GatewayActor:
-    """Its methods are for the controller; they answer with packed messages, never with objects."""
-
+class GatewayActor(MemberActor["_RunningGateway"]):
     def __init__(self, plan: bytes) -> None:
-        """Quick, so that whoever has made it can ask it things; `start` takes the time."""
+        super().__init__()
         told = unpack(plan)
         assert isinstance(told, GatewayPlan), told
         self._plan = told
-        self._starting = asyncio.Lock()
-        self._running: _RunningGateway | None = None
         use_modules(told.spec.module_path)
         set_up_logging(told.gateway_id, told.spec.log_level)
 
-    async def start(self) -> bytes:
-        """Started once it answers, or Failed. Asked again, it says the same."""
-        async with self._starting:
-            try:
-                if self._running is None:
-                    self._running = await _start_gateway(self._plan)
-            except (KvrelayError, TimeoutError) as error:
-                return pack(Failed.of(error))
-        return pack(Started(self._running.url, ray.util.get_node_ip_address(), os.getpid()))
+    async def _bring_up(self) -> _RunningGateway:
+        return await _start_gateway(self._plan)
+
+    def _describe(self) -> Started:
+        """It answers by now."""
+        return Started(self._running.url, ray.util.get_node_ip_address(), os.getpid())
 
     async def run(self) -> str:
         """Returns when it does not answer any more; why."""
-        assert self._running is not None
         await asyncio.wait({self._running.serving})
         return "it has stopped listening"
 
-    async def ping(self) -> None:
-        """Whoever gets an answer knows that this process is alive, and has time."""
-
     async def drain(self, timeout_s: float | None) -> bytes:
         """Leave what is new to other gateways; returns when all is answered, or after the time."""
-        assert self._running is not None
         self._running.leaving.set()
         await asyncio.wait({self._running.serving}, timeout=timeout_s)
-        return pack(Done())
-
-    async def stop(self) -> bytes:
-        """Requests under way end with an error that says so; the process ends after the answer."""
-        async with self._starting:
-            if self._running is not None:
-                await self._running.stop()
-        end_process()
         return pack(Done())
 
 
@@ -83,6 +62,7 @@ class _RunningGateway:
     leaving: asyncio.Event
 
     async def stop(self) -> None:
+        """Requests under way end with an error that says so."""
         self.stopping.set()
         await asyncio.wait({self.serving}, timeout=_STOP_TIMEOUT_S)
         self.serving.cancel()

@@ -24,8 +24,8 @@ from cluster.node_builder import stop_node
 from cluster.node_messages import Setup
 from cluster.node_service import NodeService
 from cluster.node_setup import build_node, set_up_logging, use_modules
-from cluster.ray_mode.actor_process import end_process
 from cluster.ray_mode.connect_directory import tell_directory
+from cluster.ray_mode.member_actor import MemberActor
 from cluster.ray_mode.spec import Done, Failed, NodePlan, NodeStarted, pack, unpack
 from directory import Directory, DirectoryError, StaleGeneration
 from engine.weights import ModelFiles, ModelStore
@@ -42,67 +42,41 @@ from protocol import (
 logger = logging.getLogger(__name__)
 
 
-class NodeActor:
-    """Its methods are for the controller; they answer with packed messages, never with objects."""
-
+class NodeActor(MemberActor["_RunningNode"]):
     def __init__(self, plan: bytes, host_address: str) -> None:
-        """Quick, so that whoever has made it can ask it things; `start` takes the time."""
+        super().__init__()
         told = unpack(plan)
         assert isinstance(told, NodePlan), told
         self._plan = told
         self._host_address = host_address
-        self._starting = asyncio.Lock()
-        self._running: _RunningNode | None = None
         use_modules(told.spec.module_path)
         set_up_logging(told.node_id, told.spec.log_level)
 
-    async def start(self) -> bytes:
-        """NodeStarted, or Failed. Asked again, it says the same."""
-        async with self._starting:
-            try:
-                if self._running is None:
-                    self._running = await _start_node(self._plan, self._host_address)
-            except (KvrelayError, TimeoutError) as error:
-                return pack(Failed.of(error))
-        return self._started(self._running.service.info)
+    async def _bring_up(self) -> _RunningNode:
+        return await _start_node(self._plan, self._host_address)
+
+    def _describe(self) -> NodeStarted:
+        return NodeStarted(self._running.service.info, self._host_address, os.getpid())
 
     async def run(self) -> str:
         """Returns when the node has ended by itself; what it died of. Mostly, the process ends."""
-        assert self._running is not None
         return await self._running.follower.ended()
 
-    async def ping(self) -> None:
-        """Whoever gets an answer knows that this process is alive, and has time."""
-
     async def drain(self, timeout_s: float | None) -> bytes:
-        assert self._running is not None
         await self._running.node.drain(timeout_s)
         return pack(Done())
 
     async def undrain(self) -> bytes:
-        assert self._running is not None
         await self._running.node.undrain()
         return pack(Done())
 
     async def change_role(self, role: str) -> bytes:
         """NodeStarted with what it is now, or Failed. Jobs under way are waited for."""
-        assert self._running is not None
         try:
-            info = await self._running.service.change_role(Role(role))
+            await self._running.service.change_role(Role(role))
         except (KvrelayError, TimeoutError) as error:
             return pack(Failed.of(error))
-        return self._started(info)
-
-    def _started(self, info: NodeInfo) -> bytes:
-        return pack(NodeStarted(info, self._host_address, os.getpid()))
-
-    async def stop(self) -> bytes:
-        """Leave the directory, stop the node, and end the process soon after the answer."""
-        async with self._starting:
-            if self._running is not None:
-                await self._running.stop()
-        end_process()
-        return pack(Done())
+        return pack(self._describe())
 
 
 @dataclass
@@ -113,6 +87,7 @@ class _RunningNode:
     directory: Directory
 
     async def stop(self) -> None:
+        """Leave the directory, and then stop."""
         self.follower.leaving = True
         self.directory.deregister(
             self.service.info.node_id, generation=self.service.info.generation

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import random
-
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import precondition, rule
 
 from kv_transfer import OnTransferFailure
 from protocol import GenerationRequest
-from tests.kv_transfer.handoff_world import CONFIG, World
-
-_PREFIX = random.Random(0).choices(range(2, 50_000), k=32)
-
-
-def prompt_of(length: int, seed: int, shared: int) -> list[int]:
-    own = random.Random(f"{length}/{seed}").choices(range(2, 50_000), k=length)
-    return _PREFIX[:shared] + own
+from tests.kv_transfer.handoff_life import Life, prompt_of, settings_of_lives
+from tests.kv_transfer.handoff_world import World
 
 
-class HandoffLife(RuleBasedStateMachine):
+class HandoffLife(Life):
     """What may happen on any network. Messages keep their order, and none gets lost."""
 
     exact_fences = True
@@ -84,24 +75,7 @@ class HandoffLife(RuleBasedStateMachine):
             self.world.p.round()
             self.world.d.round()
 
-    @precondition(lambda self: self.world.network.mail)
-    @rule(count=st.integers(1, 3))
-    def messages_arrive(self, count: int) -> None:
-        for _ in range(min(count, len(self.world.network.mail))):
-            self.world.network.deliver()
-
-    @precondition(lambda self: self.world.network.writes)
-    @rule(data=st.data())
-    def a_write_goes_on(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.world.network.writes)).go_on()
-
     # ------------------------------------------------------------------ what may go wrong
-
-    @precondition(lambda self: self.world.requests)
-    @rule(data=st.data(), seldom=st.integers(0, 2))
-    def the_client_leaves(self, data: st.DataObject, seldom: int) -> None:
-        if not seldom:
-            self.world.cancel(data.draw(st.sampled_from(list(self.world.requests.values()))))
 
     @precondition(lambda self: self.world.network.writes)
     @rule(data=st.data(), seldom=st.integers(0, 2))
@@ -109,30 +83,12 @@ class HandoffLife(RuleBasedStateMachine):
         if not seldom:
             data.draw(st.sampled_from(self.world.network.writes)).fail()
 
-    @rule(
-        seconds=st.sampled_from((CONFIG.heartbeat_s, CONFIG.transfer_timeout_s)),
-        seldom=st.integers(0, 2),
-    )
-    def time_goes_by(self, seconds: float, seldom: int) -> None:
-        if not seldom:
-            self.world.now += seconds + 0.1
-
-    # ------------------------------------------------------------------ what is always true
-
-    @invariant()
-    def all_blocks_are_accounted_for(self) -> None:
-        assert self.world.p.scheduler.block_counts().balanced
-        assert self.world.d.scheduler.block_counts().balanced
-
     def teardown(self) -> None:
         for request in self.for_p:
             self.world.give_p(request)
         for request in self.for_d:
             self.world.give_d(request)
-        self.world.calm_down()
-        self.world.check_answers()
-        self.world.p.check_nothing_is_left()
-        self.world.d.check_nothing_is_left()
+        self.end()
 
 
 class HandoffLifeWithoutFences(HandoffLife):
@@ -172,12 +128,7 @@ class HandoffLifeOnABadNetwork(HandoffLife):
             self.world.d.runner.pool[block_id, 0, 0, 0] ^= 1
 
 
-_SETTINGS = settings(
-    max_examples=settings().max_examples * 2 // 5,  # 40, or 600 if there is time
-    stateful_step_count=80,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+_SETTINGS = settings_of_lives(num_steps=80)
 
 TestHandoffLife = HandoffLife.TestCase
 TestHandoffLife.settings = _SETTINGS

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from decode_node.config import Reserve
 from kv_transfer import HandoffConnector
 from protocol import GenerationRequest, HandoffTicket
+from tests.kv_transfer.handoff_life import Life, prompt_of, settings_of_lives
 from tests.kv_transfer.handoff_world import CONFIG, PlayedNode, World
-from tests.kv_transfer.test_handoff_chaos import prompt_of
 
 
 class KeepsReservations:
@@ -45,7 +44,7 @@ class KeepsReservations:
         return (mine, blocks, waiting, scheduler.block_counts())
 
 
-class Retargeting(RuleBasedStateMachine):
+class Retargeting(Life):
     """A dispatcher that tries again at once, with the other P if there is one, and the same D."""
 
     exact_fences = True
@@ -174,17 +173,6 @@ class Retargeting(RuleBasedStateMachine):
     def all_go_on(self, rounds: int, writes: bool) -> None:
         self.world.go_on(rounds, writes=writes)
 
-    @precondition(lambda self: self.world.network.mail)
-    @rule(count=st.integers(1, 3))
-    def messages_arrive(self, count: int) -> None:
-        for _ in range(min(count, len(self.world.network.mail))):
-            self.world.network.deliver()
-
-    @precondition(lambda self: self.world.network.writes)
-    @rule(data=st.data())
-    def a_write_goes_on(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.world.network.writes)).go_on()
-
     # ------------------------------------------------------------------ what may go wrong
 
     @precondition(lambda self: len(self.world.prefill) > 1)
@@ -211,26 +199,7 @@ class Retargeting(RuleBasedStateMachine):
         for request in filter(self.failed, self.open):
             self.again(request, data.draw(st.sampled_from(self.world.prefill)))
 
-    @precondition(lambda self: self.world.requests)
-    @rule(data=st.data(), seldom=st.integers(0, 3))
-    def the_client_leaves(self, data: st.DataObject, seldom: int) -> None:
-        if not seldom:
-            self.world.cancel(data.draw(st.sampled_from(list(self.world.requests.values()))))
-
-    @rule(
-        seconds=st.sampled_from((CONFIG.heartbeat_s, CONFIG.transfer_timeout_s)),
-        seldom=st.integers(0, 2),
-    )
-    def time_goes_by(self, seconds: float, seldom: int) -> None:
-        if not seldom:
-            self.world.now += seconds + 0.1
-
     # ------------------------------------------------------------------ what is always true
-
-    @invariant()
-    def all_blocks_are_accounted_for(self) -> None:
-        for node in (self.world.d, *self.world.prefill):
-            assert node.scheduler.block_counts().balanced
 
     @invariant()
     def each_hand_off_is_found_by_its_ticket(self) -> None:
@@ -254,10 +223,7 @@ class Retargeting(RuleBasedStateMachine):
         for request in self.world.requests.values():  # as the end of any request is told
             self.world.cancel(request)
         self.world.cancelled = left
-        self.world.calm_down()
-        self.world.check_answers()
-        for node in (self.world.d, *self.world.prefill):
-            node.check_nothing_is_left()
+        self.end()
 
 
 class RetargetingWithoutFences(Retargeting):
@@ -274,12 +240,7 @@ class RetargetingOnArrival(Retargeting):
     pipelined = True
 
 
-_SETTINGS = settings(
-    max_examples=settings().max_examples * 2 // 5,
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+_SETTINGS = settings_of_lives(num_steps=60)
 
 TestRetargeting = Retargeting.TestCase
 TestRetargeting.settings = _SETTINGS

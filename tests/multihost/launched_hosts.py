@@ -66,8 +66,13 @@ class LaunchedHosts:
         self._stack.close()
 
     def _furnish(self, host: Host) -> None:
+        checkout, kept = str(BIN.parents[1]), f"{self._shared}/{PRIVATE}/checkout"
+        host.run("mkdir", kept)
+        host.run("mount", "--bind", checkout, kept)
         for directory in ("/tmp", "/run"):
             host.run("mount", "-t", "tmpfs", "tmpfs", directory)
+        host.run("mkdir", "-p", checkout)  # which may be below these
+        host.run("mount", "--bind", kept, checkout)
         host.run("mkdir", "-p", "/run/sshd", f"{self._home}/kvrelay")
         host.run("ln", "-s", str(BIN), f"{self._home}/kvrelay/bin")
         host.cover(
