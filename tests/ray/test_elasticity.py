@@ -45,7 +45,8 @@ async def test_a_rolling_restart_loses_no_request(
     await gateway.meet(after)
     for name in after.keys() & before.keys() - {DIRECTORY}:
         assert after[name].pid != before[name].pid, f"{name} was not restarted"
-        assert after[name].restarts == before[name].restarts, f"{name} has died"
+        # A gateway's successor has not been restarted at all.
+        assert after[name].restarts <= before[name].restarts, f"{name} has died"
     gateways = [{m.pid for m in them.values() if m.kind == "gateway"} for them in (before, after)]
     assert gateways[0].isdisjoint(gateways[1])
     assert len(gateways[1]) == len(gateways[0])
