@@ -93,7 +93,9 @@ class EngineHost:
         self._pending: dict[str, int] = {}  # jobs taken and not yet accepted, with their tokens
         self._activity = engine.activity
         self._callers = Callers(info.node_id)
-        self._questions = Questions(self.post)
+        self._questions = Questions(
+            info.node_id, self.post, self._check_runs, timeout_s=STOP_TIMEOUT_S
+        )
         self._rate = PrefillRate()
         self._healthy = True
         self._stopping = False
@@ -280,12 +282,7 @@ class EngineHost:
             self._publish()
             return value
 
-        return await self._questions.ask(
-            answer,
-            check_runs=self._check_runs,
-            lost=lambda: NodeLost(f"node {self.info.node_id} stopped"),
-            timeout_s=STOP_TIMEOUT_S,
-        )
+        return await self._questions.ask(answer)
 
     def outputs(self, caller: str) -> AsyncIterator[OutputBatch]:
         """The deltas of this caller's jobs from now on. A second stream ends the first."""

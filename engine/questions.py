@@ -8,31 +8,33 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from protocol import NodeLost
+
 AnswerT = TypeVar("AnswerT")
 
 
 class Questions:
     """Those that were not answered yet."""
 
-    def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
-        """`post` runs something on the engine's thread, unless that has ended."""
+    def __init__(
+        self,
+        node_id: str,
+        post: Callable[[Callable[[], None]], None],
+        check_runs: Callable[[], None],
+        timeout_s: float,
+    ) -> None:
+        """`post` runs something on the engine's thread; `check_runs` raises NodeLost, once that
+        may have looked for the last time.
+        """
+        self._node_id = node_id
         self._post = post
+        self._check_runs = check_runs
+        self._timeout_s = timeout_s
         self._unanswered: set[Callable[[], object]] = set()  # to be called if the node stops
 
-    async def ask(
-        self,
-        question: Callable[[], AnswerT],
-        *,
-        check_runs: Callable[[], None],
-        lost: Callable[[], Exception],
-        timeout_s: float,
-    ) -> AnswerT:
-        """`check_runs` raises, once the thread may have looked for the last time; `lost` is raised
-        if it ends while this waits.
-
-        Raises TimeoutError: a step takes too long.
-        """
-        check_runs()
+    async def ask(self, question: Callable[[], AnswerT]) -> AnswerT:
+        """Raises NodeLost: the node does not run. TimeoutError: a step takes too long."""
+        self._check_runs()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[AnswerT] = loop.create_future()
 
@@ -40,13 +42,14 @@ class Questions:
             call_soon(loop, partial(_resolve, done, question()))
 
         def give_up() -> None:
-            call_soon(loop, partial(_reject, done, lost()))
+            lost = NodeLost(f"node {self._node_id} stopped")
+            call_soon(loop, partial(_reject, done, lost))
 
         self._unanswered.add(give_up)
         try:
             self._post(answer)
-            check_runs()
-            async with asyncio.timeout(timeout_s):
+            self._check_runs()
+            async with asyncio.timeout(self._timeout_s):
                 return await done
         finally:
             self._unanswered.discard(give_up)

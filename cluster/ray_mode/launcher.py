@@ -44,12 +44,10 @@ def launch(config: Mapping[str, Any], on_progress: Callable[[str], None]) -> str
     """
     check_launcher(config)
     on_progress(f"starting the hosts of {config.get('cluster_name', 'the Ray cluster')}")
-    from ray.autoscaler import sdk
-
+    sdk = _quiet_sdk()
     if config["provider"]["type"] == "local":
         # The second version counts the head as one of the workers, so that one of them is missing.
         os.environ["RAY_UP_enable_autoscaler_v2"] = "0"  # noqa: SIM112 - so is its name
-    sdk.configure_logging(verbosity=0)
     try:
         sdk.create_or_update_cluster(dict(config), no_config_cache=True)
         head: str = sdk.get_head_node_ip(dict(config))
@@ -60,10 +58,16 @@ def launch(config: Mapping[str, Any], on_progress: Callable[[str], None]) -> str
 
 def end_hosts(config: Mapping[str, Any]) -> None:
     """Raises RayFailed: what Ray's launcher says."""
-    from ray.autoscaler import sdk
-
-    sdk.configure_logging(verbosity=0)
+    sdk = _quiet_sdk()
     try:
         sdk.teardown_cluster(dict(config))
     except (RuntimeError, OSError, SystemExit) as error:
         raise RayFailed(f"Ray's launcher could not end the hosts: {error}") from error
+
+
+def _quiet_sdk() -> Any:
+    """Ray's launcher, which does not tell each of its commands."""
+    from ray.autoscaler import sdk
+
+    sdk.configure_logging(verbosity=0)
+    return sdk

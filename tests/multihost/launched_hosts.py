@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +20,7 @@ import yaml
 from tests.deploy.deployments import kvrelay_file
 from tests.multihost.host import PRIVATE, Host
 from tests.multihost.host_network import HostNetwork
+from tests.ray.ray_head import wait_until
 
 HEAD, PREFILL, DECODE = "h0", "h1", "h2"
 BIN = Path(sys.executable).parent
@@ -96,11 +96,8 @@ class LaunchedHosts:
         process = host.popen(words, log, {})
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
-        until = time.monotonic() + _START_S
-        while "Server listening" not in (said := log.read_text()):
-            assert process.poll() is None, said
-            assert time.monotonic() < until, said
-            time.sleep(0.02)
+        listens = wait_until(lambda: "Server listening" in log.read_text(), _START_S)
+        assert listens, log.read_text()
 
     # ------------------------------------------------------------------ what is launched
 

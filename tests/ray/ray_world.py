@@ -208,9 +208,13 @@ class RayWorld:
 
     def _signal(self, number: signal.Signals, *names: str) -> list[Killed]:
         killed = self.aim_at(*names)
-        for one in killed:
-            os.kill(one.pid, number)
+        self.send(number, killed)
         return killed
+
+    @staticmethod
+    def send(number: signal.Signals, to: Sequence[Killed]) -> None:
+        for one in to:
+            os.kill(one.pid, number)
 
     def aim_at(self, *names: str) -> list[Killed]:
         """To be killed by whoever has no time to ask who they are."""

@@ -165,8 +165,7 @@ async def test_what_clients_of_a_lost_gateway_had_is_freed(
             group.create_task(_is_cut_off(ask(prompt, num_tokens), begun)) for prompt in prompts
         ]
         await begun.wait()
-        for one in killed:
-            os.kill(one.pid, signal.SIGKILL)
+        world.send(signal.SIGKILL, killed)
     assert any(client.result() for client in clients), "all answers were there already"
     await gateway.at_rest()
     generated = await _num_generated(gateway) - before
