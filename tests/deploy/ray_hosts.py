@@ -11,7 +11,6 @@ Whatever a command starts is marked, so that just these processes are ended.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -23,10 +22,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from cluster.free_port import free_port
 from tests.marked_processes import MarkedProcesses
+from tests.ray import living_nodes
 
 _STARTED = "Ray runtime started"
 _POLL_S = 0.05  # for what other processes do, of which nobody tells
@@ -43,13 +43,6 @@ test -z "$TEST_OPTIONS" || exec @python -m ray.scripts.scripts "${words[@]}" $TE
 _HOSTNAME = """#!/bin/bash
 echo "$TEST_ADDRESS 172.17.0.1"
 """
-_NODES = """
-import json, sys
-from ray._raylet import GcsClient
-nodes = GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10).values()
-print(json.dumps([[n.state, n.node_manager_address, dict(n.resources_total)] for n in nodes]))
-"""
-_ALIVE = 0
 
 
 @dataclass
@@ -126,14 +119,13 @@ class RayHosts:
     def living_nodes(self, variables: dict[str, str]) -> dict[str, dict[str, float]]:
         """The resources of each, by its address, as Ray's head knows them."""
         answer = subprocess.run(
-            [sys.executable, "-c", _NODES, self.head],
+            living_nodes.command(self.head),
             env=self._environment(self.home / "words", "", "") | variables,
             capture_output=True,
             check=True,
-            timeout=20,
+            timeout=living_nodes.TIMEOUT_S,
         )
-        nodes: list[Any] = json.loads(answer.stdout)
-        return {address: resources for state, address, resources in nodes if state == _ALIVE}
+        return living_nodes.living_nodes(answer.stdout)
 
     def _start(
         self,

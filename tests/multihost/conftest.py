@@ -41,7 +41,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def hosts(needs_ray: None, needs_nixl: None) -> Iterator[RayHosts]:
+def started_hosts(needs_ray: None, needs_nixl: None) -> Iterator[RayHosts]:
     """Ray on h0, the head, h1 and h2, with paths between them that can be cut."""
     from tests.multihost.ray_hosts import RayHosts
 
@@ -55,6 +55,14 @@ def hosts(needs_ray: None, needs_nixl: None) -> Iterator[RayHosts]:
             yield hosts
         finally:
             hosts.end()
+
+
+@pytest.fixture(scope="module")
+def hosts(started_hosts: RayHosts) -> Iterator[RayHosts]:
+    """All of them in Ray, before and after: who lost one is told here, and not by what follows."""
+    started_hosts.check_all_live()
+    yield started_hosts
+    started_hosts.check_all_live()
 
 
 @pytest.fixture

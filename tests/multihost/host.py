@@ -132,10 +132,20 @@ class Host:
         """One that runs these words there."""
         return ["nsenter", f"--target={self._pid}", *_NAMESPACES, "--", *words]
 
-    def run(self, *words: str) -> str:
+    def run(
+        self,
+        *words: str,
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> str:
         """Its output. Raises AssertionError: it has failed."""
         done = subprocess.run(
-            self.command(*words), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            self.command(*words),
+            env={**os.environ, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
         assert done.returncode == 0, f"on {self.name}: {' '.join(words)}: {done.stderr}"
         return done.stdout

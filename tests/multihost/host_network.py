@@ -32,10 +32,10 @@ class HostNetwork:
     def __init__(self, names: Iterable[str], shared: Path) -> None:
         self._names = (HERE, *names)
         self._third = os.getpid() % 250 + 1  # so that two such networks do not meet here
-        self._device = f"kvr{os.getpid()}"
+        self.device = f"kvr{os.getpid()}"  # of this process
         self._cut: set[frozenset[str]] = set()
         self._shared = shared
-        self._ports = itertools.count()
+        self._plugged: set[str] = set()
         self._stack = contextlib.ExitStack()
         self.hosts: dict[str, Host] = {}
 
@@ -100,29 +100,33 @@ class HostNetwork:
             self.heal(one, other)
 
     def lose(self, name: str) -> None:
-        """A host loses its power: nobody hears of it any more."""
-        for other in self._names:
-            if other != name:
-                self.cut(name, other)
+        """A host loses its power: nobody hears of it any more. Harmless if it is lost already.
+
+        Its kernel goes on for a minute about connections that nobody has closed in time. With the
+        cable still in, the switch would send there what is meant for the host that comes after it.
+        """
+        if name in self._plugged:
+            self._plugged.remove(name)
+            self._switch.run("ip", "link", "delete", name)
         self.hosts[name].end()
 
     def bring_back(self, name: str) -> None:
-        """A host that has ended, with its paths."""
+        """A host that is lost, with its paths."""
         self.hosts[name].start_again()
         self._cut -= {pair for pair in self._cut if name in pair}
         self._connect(name)
 
     def _connect(self, name: str) -> None:
         """A cable from its device to the switch, and a line about it for all others."""
-        port = f"{name}-{next(self._ports)}"  # the one before may not have vanished yet
-        mine = self._device if name == HERE else _DEVICE
+        mine = self.device if name == HERE else _DEVICE
         end = os.getpid() if name == HERE else self.hosts[name].pid
         self._run(
             HERE,
-            *("ip", "link", "add", port, "netns", str(self._switch.pid), "type", "veth"),
-            *("peer", "name", mine, "address", self._hardware(name), "netns", str(end)),
+            *("ip", "link", "add", name, "netns", str(self._switch.pid), "type", "veth"),
+            *("peer", "name", mine, "address", self.hardware(name), "netns", str(end)),
         )
-        self._switch.run("ip", "link", "set", port, "master", "switch", "up")
+        self._plugged.add(name)
+        self._switch.run("ip", "link", "set", name, "master", "switch", "up")
         self._run(name, "ip", "address", "add", f"{self.address(name)}/24", "dev", mine)
         self._run(name, "ip", "link", "set", mine, "up")
         if name != HERE:  # so programs find out which address the outside would know
@@ -134,12 +138,13 @@ class HostNetwork:
     def _introduce(self, one: str, other: str) -> None:
         for teller, told in ((one, other), (other, one)):
             if teller == HERE or self.hosts[teller].alive:
-                whom = _NOBODY if frozenset((one, other)) in self._cut else self._hardware(told)
-                device = self._device if teller == HERE else _DEVICE
+                whom = _NOBODY if frozenset((one, other)) in self._cut else self.hardware(told)
+                device = self.device if teller == HERE else _DEVICE
                 neighbour = (self.address(told), "lladdr", whom, "dev", device, "nud", "permanent")
                 self._run(teller, "ip", "neighbour", "replace", *neighbour)
 
-    def _hardware(self, name: str) -> str:
+    def hardware(self, name: str) -> str:
+        """The address of its device."""
         return f"02:00:00:00:00:{self._number(name):02x}"
 
     def _run(self, name: str, *words: str) -> None:

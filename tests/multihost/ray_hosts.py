@@ -20,6 +20,7 @@ from cluster.directory_config import DirectoryAddress
 from cluster.ray_mode.spec import ClusterReport, MemberReport, Spec, pack
 from tests.multihost.host import PRIVATE
 from tests.multihost.host_network import HostNetwork
+from tests.ray import living_nodes
 
 HEAD = "h0"
 _PORT = 6379
@@ -31,6 +32,7 @@ _SYSTEM_CONFIG = {  # a host that says nothing is dead after 15 s rather than 60
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 5,
 }
+_LAST_WORDS = 3000
 
 
 class Refused(Exception):
@@ -43,6 +45,7 @@ class RayHosts:
     def __init__(self, network: HostNetwork, shared: Path) -> None:
         self.network = network
         self._shared = shared
+        self._directory = shared / PRIVATE / "ray"  # of Ray's own files
         self._token = shared / "token"
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(32))
@@ -70,10 +73,16 @@ class RayHosts:
     def address(self) -> str:
         return f"{self.network.address(HEAD)}:{_PORT}"
 
-    def start_worker(self, name: str) -> None:
-        """Ray on a host that is no head. Returns when it runs."""
-        self._launch(name)
-        self._wait_for(name)
+    def check_all_live(self) -> None:
+        """Raises AssertionError: the head misses some, whose Ray said this at last."""
+        asking = self.network.hosts[HEAD].run(
+            *living_nodes.command(self.address),
+            environment=self._environment,
+            timeout_s=living_nodes.TIMEOUT_S,
+        )
+        living = living_nodes.living_nodes(asking)
+        missing = [name for name in self._processes if self.network.address(name) not in living]
+        assert not missing, "\n".join(f"{name}: {self._last_words(name)}" for name in missing)
 
     def kill_ray(self, name: str) -> None:
         """All its processes on this host, those of actors as well, at once."""
@@ -81,12 +90,13 @@ class RayHosts:
 
     def start_anew(self, name: str) -> None:
         """Ray on a worker's host that has just been switched on, whatever was there before."""
-        self.network.hosts[name].end()
+        self.network.lose(name)
         process = self._processes.pop(name)
         process.kill()
         process.wait()
         self.network.bring_back(name)
-        self.start_worker(name)
+        self._launch(name)
+        self._wait_for(name)
 
     def _launch(self, name: str) -> None:
         log = self._log(name)
@@ -104,15 +114,22 @@ class RayHosts:
     def _log(self, name: str) -> Path:
         return self._shared / f"ray-{name}.log"
 
+    def _last_words(self, name: str) -> str:
+        logs = self.network.hosts[name].path(self._directory) / "session_latest" / "logs"
+        texts = [self._log(name).read_text(errors="replace")]
+        for log in (logs / "raylet.out", logs / "raylet.err"):
+            with contextlib.suppress(OSError):  # its host has ended, or it has never been written
+                texts.append(log.read_text(errors="replace"))
+        return "\n".join(text[-_LAST_WORDS:] for text in texts)
+
     def _command(self, name: str) -> list[str]:
-        own, directory = self.network.address(name), self._shared / PRIVATE / "ray"
         head = ["--head", f"--port={_PORT}", "--include-dashboard=false", "--num-cpus=0"]
         head += [f"--system-config={json.dumps(_SYSTEM_CONFIG)}"]
         role = head if name == HEAD else [f"--address={self.address}", "--num-cpus=1"]
         return [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *role),
-            f"--node-ip-address={own}",
-            f"--temp-dir={directory}",
+            f"--node-ip-address={self.network.address(name)}",
+            f"--temp-dir={self._directory}",
             f"--object-store-memory={_OBJECT_STORE_BYTES}",
             "--disable-usage-stats",
         ]

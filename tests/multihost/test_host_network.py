@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,44 @@ def test_other_paths_stay(network: HostNetwork) -> None:
         with network.without("h0", "h1"):
             network.hosts["h0"].run(*words)
             network.hosts["h1"].run(*words)
+
+
+def test_a_lost_host_is_silent(network: HostNetwork, tmp_path: Path) -> None:
+    speak = (
+        "import socket, sys; "
+        "end = socket.create_connection((sys.argv[1], int(sys.argv[2]))); "
+        "end.sendall(b'1'); end.recv(1)"
+    )
+    with socket.create_server((network.address(HERE), 0)) as server:
+        port = str(server.getsockname()[1])
+        words = [sys.executable, "-c", speak, network.address(HERE), port]
+        with (
+            _frames_from("h0", network) as frames,
+            network.hosts["h0"].popen(words, tmp_path / "log", {}),
+            server.accept()[0] as connection,
+        ):
+            assert connection.recv(1) == b"1"
+            assert frames(0.1)
+            network.lose("h0")
+            frames(0.0)
+            assert not frames(1.0)  # its kernel would say again that the connection is closed
+
+
+@contextlib.contextmanager
+def _frames_from(name: str, network: HostNetwork) -> Iterator[Callable[[float], int]]:
+    """How many come here within some seconds, for whomever they are."""
+    sender = bytes.fromhex(network.hardware(name).replace(":", ""))
+    all_protocols = socket.htons(0x0003)
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, all_protocols) as device:
+        device.bind((network.device, 0))
+
+        def count(within_s: float) -> int:
+            until, found = time.monotonic() + within_s, 0
+            while select.select([device], [], [], max(0.0, until - time.monotonic()))[0]:
+                found += device.recv(100)[6:12] == sender
+            return found
+
+        yield count
 
 
 def test_hosts_are_hosts_to_the_product(network: HostNetwork) -> None:
