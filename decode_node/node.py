@@ -144,6 +144,7 @@ class DecodeRole(HandoffRole):
             job,
             job.delta(
                 update.new_token_ids,
+                update.logprobs,
                 finish_reason=update.request.finish_reason,
                 stop_token_id=update.request.stop_token_id,
             ),

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol import Delta, Failure, FinishReason, Job, SamplingParams, Timeline
+from protocol import (
+    Delta,
+    Failure,
+    FinishReason,
+    Job,
+    SamplingParams,
+    Timeline,
+    TokenLogprobs,
+)
 from scheduler import Request
 
 
@@ -51,6 +59,7 @@ class ActiveJob:
     def delta(
         self,
         token_ids: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
         *,
         finish_reason: FinishReason | None = None,
         stop_token_id: int | None = None,
@@ -64,6 +73,7 @@ class ActiveJob:
             attempt=self.job.attempt,
             position=self.position,
             token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             handed_off=handed_off,

@@ -17,6 +17,7 @@ from gateway.live_requests import LiveRequests
 from gateway.responses import Format
 from gateway.served_model import ServedModel
 from gateway.streaming import EventStream, events
+from gateway.tokenizer import Tokenizer
 from gateway.transcript import Piece
 from protocol import Backend
 from telemetry import Metrics
@@ -46,7 +47,7 @@ class Answering:
         self,
         request: Request,
         parse: Callable[[bytes, Arrival], Call],
-        format_of: Callable[[Call], Format],
+        format_of: Callable[[Call, Tokenizer], Format],
     ) -> Response:
         arrival = Arrival(request.state.request_id, time.time())
         body = await read_body(request, self._config.max_body_bytes)
@@ -55,7 +56,7 @@ class Answering:
         else:
             call = await asyncio.to_thread(parse, body, arrival)
         generation = Generation(call, self._backend, self._model.tokenizer, self._metrics)
-        answer = format_of(call)
+        answer = format_of(call, self._model.tokenizer)
         if call.stream:
             source = events(call, generation, answer)
             return EventStream(source, self._live, self._config.send_timeout_s)

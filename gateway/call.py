@@ -1,14 +1,13 @@
 """From a body to what is to be done: parsed once, and valid from here on.
 
 Texts become token ids, names become numbers, defaults are filled in, and what can never be served
-is refused. What is left is a `GenerationRequest` for each prompt, and what only the gateway knows:
+is refused. What is left is a `GenerationRequest` for each choice, and what only the gateway knows:
 stop strings, and how the client wants its answer.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gateway.config import GatewayConfig
@@ -16,11 +15,14 @@ from gateway.openai import (
     CHAT_READER,
     COMPLETION_READER,
     ChatBody,
+    CompletionBody,
     GenerationBody,
     Message,
     TextPart,
 )
+from gateway.sampling_parser import SamplingParser, sibling_of
 from gateway.served_model import ServedModel
+from gateway.token_ids import check_token_ids
 from protocol import (
     GenerationRequest,
     InvalidRequest,
@@ -47,6 +49,8 @@ class Call:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    logprobs: bool
+    tokens_as_ids: bool  # where log-probabilities name tokens
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class CallParser:
     def __init__(self, model: ServedModel, config: GatewayConfig) -> None:
         self._model = model
         self._config = config
+        self._sampling = SamplingParser(model, config)
 
     def completion(self, body: bytes, arrival: Arrival) -> Call:
         fields = COMPLETION_READER.read(body)
@@ -87,7 +92,7 @@ class CallParser:
 
     def _call(
         self,
-        fields: GenerationBody,
+        fields: CompletionBody | ChatBody,
         arrival: Arrival,
         prompts: Sequence[TokenIds],
         max_tokens: Sequence[int],
@@ -95,47 +100,30 @@ class CallParser:
         options = fields.stream_options
         if options is not None and not fields.stream:
             raise InvalidRequest("stream_options", "stream_options: only a stream has them")
-        self._check_vocabulary("stop_token_ids", fields.stop_token_ids)
+        self._check_choices(fields.n, len(prompts))
+        samplings = self._sampling.parse(fields, max_tokens)
         return Call(
             request_id=arrival.request_id,
             created=int(arrival.time),
             model=fields.model,
             requests=tuple(
-                self._request(fields, arrival, index, prompt, limit)
-                for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
+                request
+                for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+                for request in _siblings(fields, arrival, index * fields.n, prompt, sampling)
             ),
             stop_strings=self._stop_strings(fields.stop),
             stream=fields.stream,
             include_usage=options is not None and bool(options.include_usage),
             return_token_ids=fields.return_token_ids,
+            logprobs=samplings[0].logprobs is not None,
+            tokens_as_ids=fields.return_tokens_as_token_ids,
         )
 
-    def _request(
-        self, fields: GenerationBody, arrival: Arrival, index: int, prompt: TokenIds, limit: int
-    ) -> GenerationRequest:
-        return GenerationRequest(
-            request_id=f"{arrival.request_id}-{index}",
-            prompt_token_ids=prompt,
-            sampling=self._sampling(fields, limit),
-            arrival_time=arrival.time,
-            priority=fields.priority,
-            cache_salt=fields.cache_salt,
-            # What OpenAI recommends, and recommended before, to say which requests go together.
-            session_id=fields.prompt_cache_key or fields.user,
-        )
-
-    def _sampling(self, fields: GenerationBody, max_tokens: int) -> SamplingParams:
-        # A seed is always set: a retry on another node then goes on with the same tokens.
-        seed = secrets.randbits(63) if fields.seed is None else fields.seed % 2**63
-        return SamplingParams(
-            temperature=fields.temperature,
-            top_k=max(0, fields.top_k),
-            top_p=fields.top_p,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop_token_ids=fields.stop_token_ids,
-            eos_token_ids=() if fields.ignore_eos else self._model.tokenizer.eos_token_ids,
-        )
+    def _check_choices(self, n: int, num_prompts: int) -> None:
+        limit = self._config.max_choices_per_request
+        if n * num_prompts > limit:
+            prompts = "" if num_prompts == 1 else f" for each of {num_prompts} prompts"
+            raise InvalidRequest("n", f"n: {n} choices{prompts} are more than {limit}")
 
     def _check_model(self, name: str) -> None:
         if name not in self._model.names:
@@ -161,18 +149,9 @@ class CallParser:
             raise InvalidRequest(field, f"{field}: the prompt is empty")
         if isinstance(prompt, str):
             prompt = tuple(self._model.tokenizer.encode(prompt, add_special_tokens=True))
-        self._check_vocabulary(field, prompt)
+        check_token_ids(field, prompt, self._model.tokenizer.vocab_size)
         self._check_length(field, prompt)
         return prompt
-
-    def _check_vocabulary(self, field: str, token_ids: TokenIds) -> None:
-        size = self._model.tokenizer.vocab_size
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
-            return
-        at, unknown = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < size)
-        field = f"{field}[{at}]"
-        message = f"{field}: token id {unknown} is not in the vocabulary of {size} tokens"
-        raise InvalidRequest(field, message)
 
     def _check_length(self, field: str, token_ids: TokenIds) -> None:
         limit = self._model.max_model_len
@@ -200,6 +179,29 @@ class CallParser:
         if len(stop_strings) > limit:
             raise InvalidRequest("stop", f"stop: {len(stop_strings)} strings, more than {limit}")
         return stop_strings
+
+
+def _siblings(
+    fields: GenerationBody,
+    arrival: Arrival,
+    index: int,
+    prompt: TokenIds,
+    sampling: SamplingParams,
+) -> Iterator[GenerationRequest]:
+    """The `n` choices of one prompt, the first of which is choice number `index` of the call."""
+    first = f"{arrival.request_id}-{index}"
+    for number in range(fields.n):
+        yield GenerationRequest(
+            request_id=f"{arrival.request_id}-{index + number}",
+            prompt_token_ids=prompt,
+            sampling=sibling_of(sampling, number),
+            arrival_time=arrival.time,
+            priority=fields.priority,
+            cache_salt=fields.cache_salt,
+            # What OpenAI recommends, and recommended before, to say which requests go together.
+            session_id=fields.prompt_cache_key or fields.user,
+            follows=first if number else None,
+        )
 
 
 def _message(message: Message) -> dict[str, str | None]:

@@ -29,7 +29,7 @@ class IncrementalDetokenizer:
         """Raises ModelError for a decoder of tokenizer.json that is neither of the two kinds."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._text = _text_assembler(tokenizer)
+        self._text = text_assembler(tokenizer)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that is certain now and was not before; often one word, sometimes nothing."""
@@ -47,12 +47,15 @@ class IncrementalDetokenizer:
             yield piece
 
 
-class _TextAssembler(Protocol):
+class TextAssembler(Protocol):
     """Joins the pieces of a vocabulary to text, as one kind of decoder does."""
 
     def push(self, piece: str) -> str: ...
 
     def flush(self) -> str: ...
+
+    def spell(self, piece: str) -> bytes:
+        """What a piece alone adds to a text, in UTF-8; maybe only a part of a character."""
 
 
 class _ByteLevel:
@@ -66,6 +69,9 @@ class _ByteLevel:
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+    def spell(self, piece: str) -> bytes:
+        return _piece_bytes(piece)
 
 
 class _ByteFallback:
@@ -82,8 +88,7 @@ class _ByteFallback:
         self._run = bytearray()
 
     def push(self, piece: str) -> str:
-        for old, new in self._replacements:
-            piece = piece.replace(old, new)
+        piece = self._replaced(piece)
         if byte := _BYTE_PIECE.fullmatch(piece):
             self._run.append(int(byte[1], 16))
             return ""
@@ -91,6 +96,16 @@ class _ByteFallback:
 
     def flush(self) -> str:
         return self._end_run()
+
+    def spell(self, piece: str) -> bytes:
+        piece = self._replaced(piece)
+        byte = _BYTE_PIECE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.encode()
+
+    def _replaced(self, piece: str) -> str:
+        for old, new in self._replacements:
+            piece = piece.replace(old, new)
+        return piece
 
     def _end_run(self) -> str:
         run, self._run = self._run, bytearray()
@@ -110,7 +125,8 @@ class _ByteFallback:
         return text
 
 
-def _text_assembler(tokenizer: Tokenizer) -> _TextAssembler:
+def text_assembler(tokenizer: Tokenizer) -> TextAssembler:
+    """What the tokenizer's decoder asks for. Raises ModelError: it is of neither kind."""
     decoder = tokenizer.decoder() or {"type": "none"}
     if decoder["type"] == "ByteLevel":
         return _ByteLevel()

@@ -22,7 +22,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of all choices of a call together."""
+    """Tokens of all choices of a call together; those of a prompt once, however many choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -43,7 +43,7 @@ class Generation:
         self._choices: list[_Choice] = []
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Submit every prompt, then yield the pieces of all choices as they come.
+        """Submit every choice, then yield the pieces of all choices as they come.
 
         However this ends, and wherever it is closed, all token streams are closed with it.
 
@@ -56,7 +56,13 @@ class Generation:
                 stream = await self._backend.submit(request)
                 streams.push_async_callback(stream.aclose)
                 detokenizer = IncrementalDetokenizer(self._tokenizer)
-                transcript = Transcript(index, detokenizer, self._call.stop_strings)
+                transcript = Transcript(
+                    index,
+                    detokenizer,
+                    self._call.stop_strings,
+                    min_tokens=request.sampling.min_tokens,
+                    with_offsets=self._call.logprobs,
+                )
                 self._choices.append(_Choice(request, stream, transcript, self._metrics))
             async with aclosing(merge([choice.pieces() for choice in self._choices])) as pieces:
                 async for piece in pieces:
@@ -64,9 +70,10 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        prompt = sum(len(choice.request.prompt_token_ids) for choice in self._choices)
+        firsts = [choice for choice in self._choices if choice.request.follows is None]
+        prompt = sum(len(choice.request.prompt_token_ids) for choice in firsts)
         generated = sum(choice.num_generated for choice in self._choices)
-        cached = sum(choice.stream.num_cached_tokens for choice in self._choices)
+        cached = sum(choice.stream.num_cached_tokens for choice in firsts)
         return Usage(prompt, generated, prompt + generated, PromptTokensDetails(cached))
 
 

@@ -13,6 +13,7 @@ A field that is null is a field that was not given.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -24,6 +25,8 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _Nothing = Annotated[tuple[Any, ...], msgspec.Meta(max_length=0)]
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,6 +42,13 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = 0  # -1 and 0: all
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0
+    logit_bias: dict[str, float] = {}
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     seed: _Int64 | None = None
     stop: _Text | tuple[_Text, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -46,6 +56,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # where answers spell tokens
     priority: _Int64 = 0
     cache_salt: _Text | None = None
     user: str | None = None
@@ -54,6 +65,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     prompt: str | tuple[str | int | tuple[int, ...], ...]
+    logprobs: bool | _NumLogprobs | None = None  # false: none, as in a chat
 
 
 class TextPart(
@@ -78,6 +90,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
     messages: Annotated[tuple[Message, ...], msgspec.Meta(min_length=1)]
     max_completion_tokens: _Count | None = None
+    logprobs: bool = False
+    top_logprobs: _NumLogprobs = 0
 
 
 # Ignored fields and their types.
@@ -94,20 +108,11 @@ _REFUSED: Mapping[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "n": (1,),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -131,7 +136,6 @@ _REFUSED_CHAT = {
     "reasoning_effort": ("none",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -185,7 +189,22 @@ def _fields_of(body: bytes) -> dict[str, msgspec.Raw]:
     except msgspec.ValidationError as error:
         raise InvalidRequest("", "the body must be a JSON object") from error
     except (msgspec.DecodeError, RecursionError) as error:
+        for name in _not_finite(body):
+            raise InvalidRequest(name, f"{name}: NaN and infinity are no JSON") from error
         raise InvalidRequest("", f"the body is not JSON that can be read: {error}") from error
+
+
+def _not_finite(body: bytes) -> Iterator[str]:
+    """Fields that hold what Python writes for floats that JSON does not have."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            yield name
 
 
 def _value(name: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:

@@ -14,6 +14,14 @@ from msgspec import UNSET, UnsetType
 
 from gateway.call import Call
 from gateway.generation import Usage
+from gateway.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    chat_logprobs,
+    completion_logprobs,
+)
+from gateway.token_spelling import TokenSpelling
+from gateway.tokenizer import Tokenizer
 from gateway.transcript import Piece
 from protocol import FinishReason
 
@@ -23,7 +31,7 @@ _Ids = tuple[int, ...]
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     prompt_token_ids: _Ids | UnsetType = UNSET
@@ -49,7 +57,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     token_ids: _Ids | UnsetType = UNSET
@@ -58,7 +66,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: Delta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     token_ids: _Ids | UnsetType = UNSET
@@ -77,7 +85,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 class Format(Protocol):
     """How the answer to one call is written. Methods return JSON."""
 
-    def __init__(self, call: Call) -> None: ...
+    def __init__(self, call: Call, tokenizer: Tokenizer) -> None: ...
 
     def chunk(self, piece: Piece) -> bytes: ...
 
@@ -87,8 +95,9 @@ class Format(Protocol):
 
 
 class CompletionFormat:
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, tokenizer: Tokenizer) -> None:
         self._call = call
+        self._spelling = TokenSpelling(tokenizer, as_ids=call.tokens_as_ids)
         self._begun: set[int] = set()  # the choices that have had a chunk
         self._no_usage = None if call.include_usage else UNSET
 
@@ -109,6 +118,7 @@ class CompletionFormat:
         return CompletionChoice(
             index=piece.index,
             text=piece.text,
+            logprobs=completion_logprobs(piece, self._spelling) if self._call.logprobs else None,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             prompt_token_ids=prompt if with_ids and with_prompt else UNSET,
@@ -129,16 +139,20 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, tokenizer: Tokenizer) -> None:
         self._call = call
-        self._begun = False
+        self._spelling = TokenSpelling(tokenizer, as_ids=call.tokens_as_ids)
+        self._begun: set[int] = set()  # the choices that have had a chunk
         self._no_usage = None if call.include_usage else UNSET
 
     def chunk(self, piece: Piece) -> bytes:
-        first, self._begun = not self._begun, True
+        first = not self._begun
+        role = UNSET if piece.index in self._begun else "assistant"
+        self._begun.add(piece.index)
         choice = ChunkChoice(
             index=piece.index,
-            delta=Delta(role="assistant" if first else UNSET, content=piece.text),
+            delta=Delta(role=role, content=piece.text),
+            logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if self._call.return_token_ids else UNSET,
@@ -153,6 +167,7 @@ class ChatFormat:
             ChatChoice(
                 index=piece.index,
                 message=Delta(role="assistant", content=piece.text),
+                logprobs=self._logprobs(piece),
                 finish_reason=piece.finish_reason,
                 stop_reason=piece.stop_reason,
                 token_ids=piece.token_ids if self._call.return_token_ids else UNSET,
@@ -160,6 +175,9 @@ class ChatFormat:
             for piece in choices
         ]
         return self._write("chat.completion", written, usage, with_prompt=True)
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        return chat_logprobs(piece, self._spelling) if self._call.logprobs else None
 
     def _write(
         self,

@@ -21,13 +21,16 @@ class StopStringScanner:
         self._held = ""
         self.stopped: str | None = None  # the stop string that ended the text
 
-    def feed(self, text: str) -> str:
-        """What may be shown now that `text` has been added; ends before the stop string."""
+    def feed(self, text: str, *, may_stop: bool = True) -> str:
+        """What may be shown now that `text` has been added; ends before the stop string.
+
+        Unless it `may_stop`, a stop string that gets complete in `text` is text like any other.
+        """
         assert self.stopped is None
         pending = self._held + text
         for position, char in enumerate(text, start=len(self._held) + 1):
             complete = [match.stop for match in self._matches if match.advance(char)]
-            if complete:
+            if complete and may_stop:
                 self.stopped = max(complete, key=len)
                 self._held = ""
                 return pending[: position - len(self.stopped)]
@@ -53,7 +56,10 @@ class _Match:
     def advance(self, char: str) -> bool:
         """Whether the text, now that `char` has been added, ends with the whole stop string."""
         self.length = _advanced(self.stop, self._borders, self.length, char)
-        return self.length == len(self.stop)
+        if self.length < len(self.stop):
+            return False
+        self.length = self._borders[-1]
+        return True
 
 
 def _borders(stop: str) -> list[int]:

@@ -94,6 +94,7 @@ class PrefillRole(HandoffRole):
             job,
             job.delta(
                 update.new_token_ids,
+                update.logprobs,
                 finish_reason=None if goes_on else reason,
                 stop_token_id=update.request.stop_token_id,
             ),

@@ -55,7 +55,7 @@ from protocol.nodes import (
     TransferDirection,
 )
 from protocol.request import GenerationRequest
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, TokenLogprobs
 from protocol.timeline import Timeline
 
 __all__ = [
@@ -107,6 +107,7 @@ __all__ = [
     "StepView",
     "Timeline",
     "TokenChunk",
+    "TokenLogprobs",
     "TokenStream",
     "TransferCounts",
     "TransferDirection",

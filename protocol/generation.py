@@ -10,15 +10,20 @@ import msgspec
 from protocol.messages import FinishReason
 from protocol.nodes import NodeInfo, NodeStatus, PauseMode
 from protocol.request import GenerationRequest
+from protocol.sampling import TokenLogprobs
 from protocol.timeline import Timeline
 
 
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Output tokens in order, none missing, none twice, whatever happened to nodes."""
+    """Output tokens in order, none missing, none twice, whatever happened to nodes.
+
+    `logprobs` has one entry for each token, if the request asks for that.
+    """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None  # set in the last chunk only
     stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class TokenStream(Protocol):

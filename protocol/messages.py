@@ -8,6 +8,7 @@ import msgspec
 
 from protocol.block_hash import BlockHash
 from protocol.request import GenerationRequest
+from protocol.sampling import TokenLogprobs
 from protocol.timeline import Timeline
 
 
@@ -81,6 +82,8 @@ class Failure(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """New output tokens of one attempt. The first of them is output token number `position`.
 
+    `logprobs` has one entry for each of them, if the request asks for that.
+
     The last delta of an attempt has a `finish_reason`; a prefill node's last delta of a
     request that goes on elsewhere has `handed_off` instead.
     """
@@ -95,6 +98,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     failure: Failure | None = None
     timeline: Timeline | None = None  # the instants that this node saw, with its last delta
     num_cached_tokens: int | None = None  # prefix hit of this attempt, with its first delta
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class OutputBatch(msgspec.Struct, frozen=True):

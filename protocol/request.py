@@ -12,7 +12,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompt_token_ids` is not empty and, with one output token, fits `max_model_len`.
     `arrival_time` is in seconds of the wall clock; it orders requests in every queue that
-    they pass, and does not change when a request is tried again.
+    they pass, and does not change when a request is tried again. `follows` is another request with
+    the same prompt, submitted before: whoever routes may let this one wait for that one's KV.
     """
 
     request_id: str
@@ -23,3 +24,4 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     lora_name: str | None = None
     session_id: str | None = None
+    follows: str | None = None

@@ -123,6 +123,7 @@ class ClusterView:
         avoid: frozenset[str] = frozenset(),
         prefer: frozenset[str] = frozenset(),
         broken: frozenset[Path] = frozenset(),
+        siblings_at: frozenset[str] = frozenset(),
     ) -> RequestFacts:
         """What a policy may know of the next attempt at the request."""
         hits = self.index.longest_prefix(reusable_hashes(request, emitted))
@@ -133,6 +134,7 @@ class ClusterView:
             avoid=avoid,
             prefer=prefer,
             broken=broken,
+            siblings_at=siblings_at,
         )
 
     def forget_node(self, node_id: str) -> None:

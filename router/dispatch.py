@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 
 from directory import Directory
 from protocol import (
+    HASH_BLOCK_SIZE,
     ClusterStatus,
     DecodeNode,
     Delta,
@@ -171,6 +172,9 @@ class Dispatcher:
     async def submit(self, request: GenerationRequest) -> TokenStream:
         """Admit the request and start its first attempt.
 
+        One that follows another starts when that one's prompt is in the caches of its nodes. It is
+        admitted at once: what can be refused is refused before any of them has said a token.
+
         Raises:
             PromptTooLong: no node could ever hold it.
             Overloaded: too much is queued already.
@@ -178,8 +182,11 @@ class Dispatcher:
         """
         until = asyncio.get_running_loop().time() + self._config.admission_wait_s
         try:
+            if (leader := self._leader_of(request)) is not None:
+                return self._admit_behind(leader, request)
             decision = await self._first.decide(request, until)
-            flight = self._admit(request, decision)
+            num_tokens = len(request.prompt_token_ids)
+            flight = self._admit(request, num_tokens, decision.predicted_ttft_s)
             await self._start_first(flight, decision, until)
         except KvrelayError as error:
             self._rejected[error.label] += 1
@@ -207,16 +214,43 @@ class Dispatcher:
         """Forget what can be hit on all nodes; whether each of them has."""
         return await self._orders.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
-    def _admit(self, request: GenerationRequest, decision: RoutingDecision) -> Flight:
-        lease = self._admission.admit(
-            len(request.prompt_token_ids), predicted_ttft_s=decision.predicted_ttft_s
-        )
+    def _admit(
+        self, request: GenerationRequest, num_tokens: int, predicted_ttft_s: float | None
+    ) -> Flight:
+        lease = self._admission.admit(num_tokens, predicted_ttft_s=predicted_ttft_s)
         setbacks = Setbacks(self._config, self._chance)
         flight = Flight(request, lease, self._abandon, self._config.stall_timeout_s, setbacks)
         flight.timeline.admitted = self._clock()
         assert request.request_id not in self._flights, f"{request.request_id} is used twice"
         self._flights[request.request_id] = flight
         return flight
+
+    def _leader_of(self, request: GenerationRequest) -> Flight | None:
+        """The one whose KV is worth waiting for, if there is one."""
+        leader = self._flights.get(request.follows or "")
+        if leader is None or len(request.prompt_token_ids) <= HASH_BLOCK_SIZE:
+            return None  # with so few tokens there is no whole block to share
+        return leader
+
+    def _admit_behind(self, leader: Flight, request: GenerationRequest) -> Flight:
+        """Of a prompt that the leader brings, only the last block is a load."""
+        flight = self._admit(request, HASH_BLOCK_SIZE, None)
+        self._background.spawn(self._follow(flight, leader))
+        return flight
+
+    async def _follow(self, flight: Flight, leader: Flight) -> None:
+        """Start behind the leader: of the prompt only what is in no whole block is left to do."""
+        await leader.settled.wait()
+        until = asyncio.get_running_loop().time() + self._config.admission_wait_s
+        try:
+            if not flight.ended:
+                at = frozenset(filter(None, [leader.decode_node_id]))
+                decision = await self._first.decide(flight.request, until, siblings_at=at)
+                await self._first.start(flight, decision, until)
+        except KvrelayError as error:
+            self._rejected[error.label] += 1
+            flight.fail(error)
+            await self._end(flight)
 
     async def _start_first(self, flight: Flight, decision: RoutingDecision, until: float) -> None:
         started = False

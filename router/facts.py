@@ -25,6 +25,7 @@ class RequestFacts:
     avoid: frozenset[str] = frozenset()  # nodes that failed this request before
     prefer: frozenset[str] = frozenset()  # decode nodes that have had a part of it already
     broken: frozenset[Path] = frozenset()  # paths on which its KV was lost
+    siblings_at: frozenset[str] = frozenset()  # nodes that decode others of the same prompt
 
     def __post_init__(self) -> None:
         assert self.num_tokens > 0
@@ -40,6 +41,7 @@ class RequestFacts:
         avoid: frozenset[str] = frozenset(),
         prefer: frozenset[str] = frozenset(),
         broken: frozenset[Path] = frozenset(),
+        siblings_at: frozenset[str] = frozenset(),
     ) -> RequestFacts:
         """`prefix_hits` is what `PrefixIndex.longest_prefix(reusable_hashes(...))` gave."""
         return cls(
@@ -49,6 +51,7 @@ class RequestFacts:
             avoid=avoid,
             prefer=prefer,
             broken=broken,
+            siblings_at=siblings_at,
         )
 
     def uncached_tokens(self, node_id: str) -> int:

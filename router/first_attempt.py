@@ -29,11 +29,16 @@ class FirstAttempt:
         self._room = room
         self._num_waiting = 0
 
-    async def decide(self, request: GenerationRequest, until: float) -> RoutingDecision:
+    async def decide(
+        self,
+        request: GenerationRequest,
+        until: float,
+        siblings_at: frozenset[str] = frozenset(),
+    ) -> RoutingDecision:
         """Raises NoHealthyNode, PromptTooLong, or Overloaded: too many wait for a node."""
         while True:
             try:
-                return self._routing.first(request)
+                return self._routing.first(request, siblings_at=siblings_at)
             except NoHealthyNode:
                 if not await self._wait_for_nodes(request, until):
                     raise

@@ -55,6 +55,7 @@ class Flight:
         self.timeline = Timeline(arrived=request.arrival_time)
         self.num_cached_tokens = 0
         self.log = TokenLog()
+        self.settled = asyncio.Event()  # the KV of its prompt is where it is decoded; or it ended
         self._abandon = abandon
         self._stall_timeout_s = stall_timeout_s
         self._num_read = 0
@@ -91,16 +92,18 @@ class Flight:
                 await self.aclose()
                 raise RequestFailed(f"no token for {self._stall_timeout_s:g} s") from None
         tokens = tuple(self.log.emitted[self._num_read :])
+        logprobs = tuple(self.log.logprobs[self._num_read :])
         self._num_read += len(tokens)
         if self._last is not None:
             return TokenChunk(
                 token_ids=tokens,
                 finish_reason=self._last.finish_reason,
                 stop_token_id=self._last.stop_token_id,
+                logprobs=logprobs,
             )
         if self._error is not None and not tokens:
             raise self._error
-        return TokenChunk(token_ids=tokens)
+        return TokenChunk(token_ids=tokens, logprobs=logprobs)
 
     async def aclose(self) -> None:
         """Stop now, on all nodes."""
@@ -138,6 +141,9 @@ class Flight:
             if due.finish_reason is not None:
                 self._last = due
                 break
+        # One token from each node: the prefill node's own, and the first behind the hand-off.
+        if self.ended or len(self.log.emitted) >= len(self.members):
+            self.settled.set()
         self._changed.set()
 
     def begin_attempt(self, members: Mapping[str, Member], decode_node_id: str) -> None:
@@ -213,6 +219,7 @@ class Flight:
         """End the request unhappily."""
         if not self.ended:
             self._error = error
+            self.settled.set()
             self._changed.set()
 
     def abort(self) -> None:

@@ -39,10 +39,13 @@ class Routing:
         return state_of(self._seen)
 
     def first(
-        self, request: GenerationRequest, avoid: frozenset[str] = frozenset()
+        self,
+        request: GenerationRequest,
+        avoid: frozenset[str] = frozenset(),
+        siblings_at: frozenset[str] = frozenset(),
     ) -> RoutingDecision:
         """Raises NoHealthyNode or PromptTooLong, as a policy does."""
-        return self._decide(request, (), avoid, frozenset(), frozenset())
+        return self._decide(request, (), avoid, frozenset(), frozenset(), siblings_at)
 
     def again(self, flight: Flight) -> RoutingDecision:
         """Elsewhere if possible; if not, with another prefill node, or at least on another path.
@@ -65,10 +68,11 @@ class Routing:
         avoid: frozenset[str],
         prefer: frozenset[str],
         broken: frozenset[Path],
+        siblings_at: frozenset[str] = frozenset(),
     ) -> RoutingDecision:
         view = self._cluster.look(self._roster.contacts())
         self._seen = view.nodes
-        facts = self._cluster.facts(request, emitted, avoid, prefer, broken)
+        facts = self._cluster.facts(request, emitted, avoid, prefer, broken, siblings_at)
         decision = self._policy(facts, view)
         self._snapshots.ask()
         self.decisions[decision.kind] += 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protocol import Delta
+from protocol import Delta, TokenLogprobs
 
 
 class TokenLog:
@@ -20,6 +20,7 @@ class TokenLog:
 
     def __init__(self) -> None:
         self.emitted: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []  # as many, or none
         self._ahead: list[Delta] = []
 
     def add(self, delta: Delta) -> Sequence[Delta]:
@@ -27,7 +28,9 @@ class TokenLog:
         self._ahead.append(delta)
         due = []
         while (ready := self._take_ready()) is not None:
-            self.emitted.extend(ready.token_ids[len(self.emitted) - ready.position :])
+            num_known = len(self.emitted) - ready.position
+            self.emitted.extend(ready.token_ids[num_known:])
+            self.logprobs.extend(ready.logprobs[num_known:])
             due.append(ready)
         return due
 

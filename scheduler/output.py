@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from protocol import KVConnectorOutput, SamplingParams
+from protocol import KVConnectorOutput, SamplingParams, TokenLogprobs
 from scheduler.queue import Wait
 from scheduler.request import Request
 
@@ -73,16 +73,22 @@ class ModelRunnerOutput:
 
     `sampled_token_ids` has an entry for each request whose last token was computed, that is, not
     for one in the middle of its prompt. After drafts it has those that were accepted and one more.
+    `logprobs` has as many for each request that asks for them.
     """
 
     sampled_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
+    logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
 
 class RequestUpdate(msgspec.Struct, frozen=True):
-    """New output tokens of a request; the first of them is output token number `position`."""
+    """New output tokens of a request; the first of them is output token number `position`.
+
+    `logprobs` are theirs, if the request asks for them.
+    """
 
     request: Request
     new_token_ids: Sequence[int]
     position: int
     finished: bool
+    logprobs: Sequence[TokenLogprobs] = ()

@@ -5,9 +5,9 @@ In this order: blocks that could not be loaded, tokens that were sampled, transf
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from protocol import KVConnectorOutput
+from protocol import KVConnectorOutput, TokenLogprobs
 from scheduler.failed_loads import FailedLoads
 from scheduler.output import ModelRunnerOutput, RequestUpdate
 from scheduler.request import Request, RequestStatus
@@ -31,7 +31,7 @@ class Results:
         if transfers is not None and transfers.invalid_block_ids:
             steps = (self._step, *self._later)
             failed = FailedLoads(self._state, steps).cut(transfers.invalid_block_ids)
-        updates = self._append_sampled(output.sampled_token_ids)
+        updates = self._append_sampled(output)
         if any(update.finished for update in updates):
             self._state.running = [r for r in self._state.running if not r.status.finished]
         if self._state.config.kv_load_failure_policy == "fail":
@@ -42,14 +42,12 @@ class Results:
 
     # ------------------------------------------------------------------ tokens
 
-    def _append_sampled(
-        self, sampled_token_ids: Mapping[str, Sequence[int]]
-    ) -> list[RequestUpdate]:
+    def _append_sampled(self, output: ModelRunnerOutput) -> list[RequestUpdate]:
         updates = []
         drafts = self._step.output.scheduled_spec_tokens
         void = self._step.void
         for request in self._step.requests:
-            sampled = sampled_token_ids.get(request.request_id)
+            sampled = output.sampled_token_ids.get(request.request_id)
             if not sampled or request.status.finished or request in void:
                 continue  # in the middle of its prompt, or ended while the step ran
             request.num_output_placeholders -= 1
@@ -57,10 +55,13 @@ class Results:
             if request.request_id in drafts and request.status is RequestStatus.RUNNING:
                 num_rejected = len(drafts[request.request_id]) + 1 - len(sampled)
                 request.num_computed_tokens -= num_rejected
-            updates.append(self._append(request, sampled))
+            logprobs = output.logprobs.get(request.request_id, ())
+            updates.append(self._append(request, sampled, logprobs))
         return updates
 
-    def _append(self, request: Request, sampled: Sequence[int]) -> RequestUpdate:
+    def _append(
+        self, request: Request, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> RequestUpdate:
         position = len(request.output_token_ids)
         status = self._take_tokens(request, sampled)
         new = request.output_token_ids[position:]
@@ -74,7 +75,7 @@ class Results:
                 num_known = min(request.num_computed_tokens, request.num_tokens - 1)
                 self._state.kv.cache_blocks(request, num_known)
             self._state.finish(request, status)
-        return RequestUpdate(request, new, position, status is not None)
+        return RequestUpdate(request, new, position, status is not None, logprobs[: len(new)])
 
     def _take_tokens(self, request: Request, tokens: Iterable[int]) -> RequestStatus | None:
         """Append up to the token that ends the request, if one does."""

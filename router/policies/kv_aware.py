@@ -3,7 +3,8 @@
     1. Decode node: one with a free seat and KV headroom; of those, the least
        batch share + KV usage + weight * share of the prompt that would have to be transferred
        + weight * how much longer its steps take than usual.
-       Before all others, one that has had a part of the request: its hits are there.
+       Before all others, one that has had a part of the request: its hits are there. While it
+       has room, one that decodes others of the same prompt: that is there only once.
     2. Prefill node, of those that can hand off to it: the least predicted TTFT,
        (queued + uncached tokens) / measured prefill rate + transfer.
        None, if the decode node has so much of the prompt that it computes the rest itself.
@@ -47,7 +48,15 @@ class _KvAware:
 
     def decide(self) -> RoutingDecision:
         plans = self._plans()
-        best = min(plans, key=lambda p: (not self._preferred(p.decode), not p.fits, p.ttft_s))
+        best = min(
+            plans,
+            key=lambda plan: (
+                not self._preferred(plan.decode),
+                not plan.fits,
+                not self._has_siblings(plan.decode),
+                plan.ttft_s,
+            ),
+        )
         reason = _REASONS[best.kind]
         if not best.fits:
             reason += "; it has no room now, the request will wait"
@@ -71,12 +80,16 @@ class _KvAware:
             key=lambda node: (
                 not self._preferred(node),
                 not self._prediction.fits(node),
+                not self._has_siblings(node),
                 self._decode_score(node),
             ),
         )
 
     def _preferred(self, node: NodeView) -> bool:
         return node.node_id in self._facts.prefer
+
+    def _has_siblings(self, node: NodeView) -> bool:
+        return node.node_id in self._facts.siblings_at
 
     def _best_prefill(self, decode: NodeView) -> NodeView | None:
         return min(
@@ -89,7 +102,12 @@ class _KvAware:
         predict = self._prediction
         return min(
             self._eligible.unified,
-            key=lambda n: (not predict.fits(n), predict.prefill_s(n), predict.seats(n)),
+            key=lambda n: (
+                not predict.fits(n),
+                not self._has_siblings(n),
+                predict.prefill_s(n),
+                predict.seats(n),
+            ),
         )
 
     def _decode_score(self, node: NodeView) -> float:

@@ -36,7 +36,11 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": "yes"}, "stream", "`bool`"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "only a stream"),
     ({"max_tokns": 5}, "max_tokns", "no such field"),
-    ({"n": 2}, "n", "not supported"),
+    ({"n": 129}, "n", "<= 128"),
+    ({"best_of": 2}, "best_of", "not supported"),
+    ({"logit_bias": {"5": 200}}, "logit_bias", "-100 to 100"),
+    ({"min_p": 2}, "min_p", "<= 1.0"),
+    ({"logprobs": 21}, "logprobs", "<= 20"),
     ({"kv_transfer_params": {}}, "kv_transfer_params", "not supported"),
 ]
 WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [

@@ -14,58 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.sampler import sample, uniform
+from engine.sampling import sample, uniform
 from protocol import SamplingParams
-
-MASK = 2**64 - 1
-
-
-def params(**changes: object) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 100} | changes)  # type: ignore[arg-type]
-
-
-def reference_uniform(seed: int, position: int) -> float:
-    """SplitMix64 in plain integers."""
-
-    def mix(z: int) -> int:
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
-        return z ^ z >> 31
-
-    gamma = 0x9E3779B97F4A7C15
-    start = mix((seed % 2**64 + gamma) & MASK)
-    return (mix((start + (position + 1) * gamma) & MASK) >> 11) / 2**53
-
-
-def reference_sample(logits: Sequence[float], p: SamplingParams, position: int) -> int:
-    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    if p.greedy:
-        return order[0]
-    top = logits[order[0]]
-    weights = {token: math.exp((logits[token] - top) / p.temperature) for token in order}
-    if p.top_k:
-        order = order[: p.top_k]
-    if p.top_p < 1.0:
-        needed, total = p.top_p * math.fsum(weights[token] for token in order), 0.0
-        for count, token in enumerate(order, start=1):
-            total += weights[token]
-            if total >= needed:
-                order = order[:count]
-                break
-    target = reference_uniform(p.seed, position) * math.fsum(weights[token] for token in order)
-    total = 0.0
-    for token in order:
-        total += weights[token]
-        if total > target:
-            return token
-    return order[-1]
-
+from tests.engine.sampling.reference import params, reference_sample, reference_uniform
 
 SAMPLINGS = st.builds(
     params,
     temperature=st.sampled_from([0.0, 0.05, 0.5, 1.0, 3.0]),
     top_k=st.sampled_from([0, 0, 1, 2, 50, 300, 2000]),
     top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.3, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-9, 0.01, 0.2, 0.9, 1.0]),
     seed=st.integers(-(2**63), 2**64 - 1),
 )
 
@@ -110,6 +68,7 @@ def test_a_token_depends_on_nothing_else_in_the_batch() -> None:
             temperature=rng.choice([0.0, 0.7, 1.0, 2.0]),
             top_k=rng.choice([0, 3, 400]),
             top_p=rng.choice([1.0, 0.5, 0.95]),
+            min_p=rng.choice([0.0, 1e-4, 0.1]),
             seed=rng.randrange(100),
         )
         for _ in range(40)
@@ -151,11 +110,15 @@ def chi_square(observed: Counter[int], probabilities: Sequence[float]) -> float:
         params(seed=3, temperature=2.0, top_k=8),
         params(seed=4, top_p=0.8),
         params(seed=5, top_k=10, top_p=0.7),
+        params(seed=6, min_p=0.2),
+        params(seed=7, temperature=1.5, min_p=0.3, top_p=0.9),
+        params(seed=8, min_p=0.05, top_k=7),
     ],
 )
 def test_the_distribution(p: SamplingParams) -> None:
     logits = torch.linspace(2.0, -1.5, 20)
     weights = torch.softmax(logits.double() / p.temperature, -1)
+    weights[weights < p.min_p * weights[0]] = 0
     if p.top_k:
         weights[p.top_k :] = 0
     if p.top_p < 1.0:

@@ -19,6 +19,7 @@ from protocol import (
     SamplingParams,
     Timeline,
     TokenChunk,
+    TokenLogprobs,
 )
 from tests.gateway.byte_tokenizer import ids
 
@@ -131,6 +132,14 @@ class ScriptedBackend:
         assert [s.request_id for s in self.streams if not (s.closed.is_set() or s.ended)] == []
 
 
+def scripted_logprobs(token: int, number: int) -> TokenLogprobs:
+    """The token is the likeliest, and those with the next ids follow, each less likely."""
+    places = range(number)
+    return TokenLogprobs(
+        -0.5, tuple(token + i for i in places), tuple(-0.5 - 0.25 * i for i in places)
+    )
+
+
 def _chunks(script: Script, sampling: SamplingParams) -> Iterator[TokenChunk]:
     said: list[int] = []
     for position in range(sampling.max_tokens):
@@ -146,6 +155,9 @@ def _chunks(script: Script, sampling: SamplingParams) -> Iterator[TokenChunk]:
                 token_ids=tuple(said),
                 finish_reason=reason,
                 stop_token_id=token if stop else None,
+                logprobs=()
+                if sampling.logprobs is None
+                else tuple(scripted_logprobs(token, sampling.logprobs) for token in said),
             )
             said.clear()
         if reason is not None:

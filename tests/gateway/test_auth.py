@@ -88,7 +88,10 @@ def test_an_empty_key_is_a_mistake() -> None:
     [
         {"max_body_bytes": 0},
         {"max_prompts_per_request": 0},
+        {"max_choices_per_request": 0},
         {"max_stop_strings": -1},
+        {"max_stop_token_ids": 0},
+        {"max_logit_bias": 0},
         {"send_timeout_s": 0.0},
         {"send_timeout_s": float("nan")},
     ],

@@ -182,18 +182,45 @@ FIELD_ERRORS: list[tuple[str, object]] = [
     ("model", 5),
     ("stream_options", {"include_usage": True}),  # without stream
     ("stream_options", 5),
-    # What is known and not supported.
-    ("n", 2),
+    ("n", 0),
+    ("n", 129),
+    ("n", 1.5),
     ("n", "1"),
     ("n", True),
+    ("min_p", -0.1),
+    ("min_p", 1.1),
+    ("min_p", "x"),
+    ("presence_penalty", 2.1),
+    ("presence_penalty", "x"),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", []),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1),
+    ("repetition_penalty", 101),
+    ("repetition_penalty", "x"),
+    ("min_tokens", -1),
+    ("min_tokens", 17),  # more than may follow
+    ("min_tokens", 1.5),
+    ("logit_bias", 5),
+    ("logit_bias", [5]),
+    ("logit_bias", {"5": 100.5}),
+    ("logit_bias", {"5": -101}),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"1.0": 1}),
+    ("logit_bias", {str(VOCAB_SIZE): 1}),
+    ("logit_bias", {"5": 1, "05": 2}),
+    ("logit_bias", {str(10**30): 1}),
+    ("logit_bias", {f"{i:04}": 1 for i in range(1025)}),
+    ("logprobs", -1),
+    ("logprobs", 21),
+    ("logprobs", 1.5),
+    ("logprobs", "1"),
+    ("stop_token_ids", [1] * 1025),
+    ("return_tokens_as_token_ids", 1),
+    # What is known and not supported.
     ("best_of", 2),
-    ("logprobs", 1),
-    ("logprobs", True),
-    ("logit_bias", {"5": 1}),
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", -1),
-    ("repetition_penalty", 1.1),
-    ("min_tokens", 3),
+    ("prompt_logprobs", 1),
     ("echo", True),
     ("response_format", {"type": "json_object"}),
     ("store", True),
@@ -211,7 +238,7 @@ async def test_wrong_unsupported_and_unknown_fields(
     client: httpx.AsyncClient, gateway: Gateway, path: str, name: str, value: object
 ) -> None:
     body = completion() if path == COMPLETIONS else chat()
-    error = await refused(client, path, {**body, name: value})
+    error = await refused(client, path, {**body, "max_tokens": 16, name: value})
     assert error["param"] == (name or None)
     assert error["message"].startswith(f"{name}:")
     assert error["code"] == "invalid_request"
@@ -229,7 +256,13 @@ async def test_wrong_unsupported_and_unknown_fields(
         (CHAT, "tools", [{"type": "function"}]),
         (CHAT, "tool_choice", "required"),
         (CHAT, "functions", [{}]),
-        (CHAT, "top_logprobs", 3),
+        (COMPLETIONS, "logprobs", True),
+        (COMPLETIONS, "top_logprobs", 3),
+        (CHAT, "logprobs", 3),
+        (CHAT, "top_logprobs", 3),  # without logprobs
+        (CHAT, "top_logprobs", 21),
+        (CHAT, "top_logprobs", -1),
+        (CHAT, "top_logprobs", True),
         (CHAT, "modalities", ["text", "audio"]),
         (CHAT, "audio", {"voice": "x"}),
         (CHAT, "reasoning_effort", "high"),
@@ -255,12 +288,60 @@ async def test_fields_of_one_endpoint(
         ({"stop_token_ids": [3, "x"]}, "stop_token_ids[1]"),
         ({"stop_token_ids": [3, VOCAB_SIZE]}, "stop_token_ids[1]"),
         ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"logit_bias": {"5": "a"}}, "logit_bias[...]"),
+        ({"prompt": ["a", "b"], "n": 65}, "n"),
     ],
 )
 async def test_errors_inside_a_field(
     client: httpx.AsyncClient, fields: dict[str, object], param: str
 ) -> None:
     assert (await refused(client, COMPLETIONS, completion(**fields)))["param"] == param
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("temperature", "top_p", "min_p", "logprobs", "logit_bias"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    ],
+)
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_numbers_that_are_none(
+    client: httpx.AsyncClient, path: str, name: str, number: str
+) -> None:
+    """Python's json writes three of them, and each is told by the name of its field."""
+    body = json.dumps(completion() if path == COMPLETIONS else chat())
+    value = f'{{"5": {number}}}' if name == "logit_bias" else number
+    response = await client.post(path, content=f'{body[:-1]}, "{name}": {value}}}')
+    assert response.status_code == 400
+    error = check_shape(response)
+    assert error["param"].startswith(name)
+    assert error["message"].startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value", "limit"),
+    [
+        (COMPLETIONS, "logprobs", 21, "20"),
+        (CHAT, "top_logprobs", 21, "20"),
+        (COMPLETIONS, "n", 129, "128"),
+        (CHAT, "presence_penalty", -2.5, "-2.0"),
+        (CHAT, "frequency_penalty", 2.5, "2.0"),
+        (COMPLETIONS, "repetition_penalty", 0, "0.01"),
+        (COMPLETIONS, "min_p", 2, "1.0"),
+        (COMPLETIONS, "min_tokens", 99, "16"),
+        (CHAT, "logit_bias", {"3": 101}, "100"),
+        (CHAT, "logit_bias", {"999": 1}, str(VOCAB_SIZE)),
+        (CHAT, "stop_token_ids", [1] * 1025, "1024"),
+    ],
+)
+async def test_the_limit_is_told(
+    client: httpx.AsyncClient, path: str, name: str, value: object, limit: str
+) -> None:
+    body = completion(max_tokens=16) if path == COMPLETIONS else chat(logprobs=True)
+    error = await refused(client, path, {**body, name: value})
+    assert limit in error["message"].split(":", 1)[1]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,11 @@ values = st.recursive(
 )
 fields = st.dictionaries(
     st.sampled_from(
-        ["prompt", "messages", "model", "max_tokens", "n", "stop", "stream", "temperature", "seed"]
+        [
+            *("prompt", "messages", "model", "max_tokens", "n", "stop", "stream", "temperature"),
+            *("seed", "min_p", "min_tokens", "logit_bias", "logprobs", "top_logprobs"),
+            *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids"),
+        ]
     ),
     values,
     max_size=5,

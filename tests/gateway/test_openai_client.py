@@ -120,7 +120,7 @@ async def test_the_synchronous_client(server: Server) -> None:
 
 async def test_errors_are_the_client_s_own(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
-        await client.completions.create(model=MODEL, prompt="a", n=2)
+        await client.completions.create(model=MODEL, prompt="a", n=0)
     assert (bad.value.param, bad.value.code) == ("n", "invalid_request")
     with pytest.raises(openai.NotFoundError) as missing:
         await client.completions.create(model="other", prompt="a")
@@ -150,3 +150,29 @@ class TestFailureInAStream:
         assert [(await anext(stream)).choices[0].text for _ in range(2)] == ["h", "e"]
         with pytest.raises(openai.APIError, match="gone"):
             await anext(stream)
+
+
+async def test_logprobs_and_choices(client: openai.AsyncOpenAI) -> None:
+    completion = await client.completions.create(
+        model=MODEL, prompt="a", n=2, logprobs=2, max_tokens=3
+    )
+    assert [choice.index for choice in completion.choices] == [0, 1]
+    for choice in completion.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == ["G", "r", "\ufffd"]
+        assert choice.logprobs.text_offset == [0, 1, 2]
+        assert choice.logprobs.top_logprobs is not None
+        assert choice.logprobs.top_logprobs[0] == {"G": -0.5, "H": -0.75}
+    chat = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "u"}],
+        n=2,
+        logprobs=True,
+        top_logprobs=1,
+        max_tokens=2,
+    )
+    for answer in chat.choices:
+        assert answer.logprobs is not None
+        assert answer.logprobs.content is not None
+        assert [entry.bytes for entry in answer.logprobs.content] == [[71], [114]]
+        assert answer.logprobs.content[0].top_logprobs[0].token == "G"

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import Delta, FinishReason
+from protocol import Delta, FinishReason, TokenLogprobs
 from router.token_log import TokenLog
 
 OUTPUT = tuple(range(100, 124))  # what every attempt makes: no token is there twice
+
+LOGPROBS = tuple(TokenLogprobs(-float(token)) for token in OUTPUT)
 
 
 def delta(
@@ -21,6 +23,7 @@ def delta(
         position=start,
         token_ids=OUTPUT[start:end],
         finish_reason=finish_reason,
+        logprobs=LOGPROBS[start:end],
     )
 
 
@@ -95,6 +98,7 @@ def test_each_token_once_and_in_order_whatever_comes(
             known |= set(range(start, end))
             expected = next(n for n in range(len(OUTPUT) + 1) if n not in known)
             assert log.emitted == list(OUTPUT[:expected])
+            assert log.logprobs == list(LOGPROBS[:expected])
             assert all(each.position <= expected for each in due)
             assert bool(due) == (start <= before)
         emitted = set(range(len(log.emitted)))
