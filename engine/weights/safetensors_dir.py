@@ -15,11 +15,13 @@ from pathlib import Path
 import msgspec
 
 from engine.weights.config import ModelConfig
-from engine.weights.llama_tensors import Shape, is_redundant, tensor_shapes
+from engine.weights.model_tensors import Shape, is_redundant, tensor_shapes
 from protocol import ModelError
 
 SINGLE_FILE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"
+
+LOADABLE_DTYPES = ("BF16", "F16", "F32", "F64")
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _DTYPE_BYTES = {
@@ -74,8 +76,8 @@ class WeightIndex:
     def check(self, config: ModelConfig, directory: Path) -> None:
         """Compare with what the model needs.
 
-        Raises ModelError for a tensor that is missing, superfluous or of the wrong shape, naming it
-        and both shapes.
+        Raises ModelError for a tensor that is missing, superfluous, of the wrong shape (naming it
+        and both shapes) or of a dtype that is no floating-point number of 16 bits or more.
         """
         expected = tensor_shapes(config)
         for name, shape in expected.items():
@@ -87,6 +89,12 @@ class WeightIndex:
                     where.path,
                     f"tensor {name} has shape {list(where.shape)}, but config.json says"
                     f" {list(shape)}",
+                )
+            if where.dtype not in LOADABLE_DTYPES:
+                raise _broken(
+                    where.path,
+                    f"tensor {name} has dtype {where.dtype}, which cannot be loaded; known:"
+                    f" {', '.join(LOADABLE_DTYPES)}",
                 )
         for name in self._locations.keys() - expected.keys():
             if not is_redundant(name, config):

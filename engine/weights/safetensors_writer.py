@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.weights.llama_tensors import Shape
+from engine.weights.model_tensors import Shape
 
 _ALIGNMENT = 64  # a cache line, so that mapped tensors start on one; the format asks for 8
 

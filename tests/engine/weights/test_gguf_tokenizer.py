@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from engine.weights.gguf_file import GGUFFile
 from engine.weights.gguf_tokenizer import GGUFTokenizer
 from protocol import ModelError
-from tests.engine.weights.tiny_models import TinyGGUF, byte_alphabet, vocabulary
+from tests.engine.weights.tiny_models import MERGES, TinyGGUF, byte_alphabet, vocabulary
 
 
 def described(tmp_path: Path, **changes: Any) -> GGUFTokenizer:
@@ -73,6 +73,39 @@ def test_llama3_cuts_numbers_into_threes(tmp_path: Path) -> None:
     assert pieces == ["I", "'LL", "Ġpay", "Ġ", "123", "45", "!ĊĊ", "Ġok"]
 
 
+def test_qwen2_cuts_and_normalises_as_its_own_tokenizer_does(tmp_path: Path) -> None:
+    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+
+    vocab = {token: index for index, token in enumerate(vocabulary())}
+    theirs = Qwen2Tokenizer(vocab=vocab, merges=[tuple(merge.split(" ")) for merge in MERGES])
+    ours = built(tmp_path, pre=("qwen2", Kind.STRING))
+    for text in (
+        "I'LL pay 12345!\n\n ok",
+        "the other  the\t12",
+        "cafe\u0301 \u1e9b\u0323 ñ",
+        "ｘ ",
+    ):
+        assert ours.encode(text).ids == theirs.encode(text)
+        assert ours.decode(ours.encode(text).ids) == theirs.decode(theirs.encode(text))
+
+
+def test_tekken_cuts_where_a_word_s_case_changes(tmp_path: Path) -> None:
+    """Mistral's rule: capitals and then small letters are one word, and digits are alone."""
+    pre = built(tmp_path, pre=("tekken", Kind.STRING)).pre_tokenizer
+    assert pre is not None
+    pieces = [piece for piece, _ in pre.pre_tokenize_str("HTTPServer camelCase 123 a/b//\n")]
+    assert pieces == [
+        "HTTPServer", "Ġcamel", "Case", "Ġ", "1", "2", "3", "Ġa", "/b", "//Ċ",
+    ]  # fmt: skip
+
+
+def test_smollm3_cuts_like_llama3_and_adds_nothing(tmp_path: Path) -> None:
+    tokenizer = built(tmp_path, pre=("smaug-bpe", Kind.STRING), add_bos_token=None)
+    llama3 = built(tmp_path, pre=("llama-bpe", Kind.STRING), add_bos_token=None)
+    text = "I'LL pay 12345!\n\n the"
+    assert [1, *tokenizer.encode(text).ids] == llama3.encode(text).ids
+
+
 def test_absent_pre_tokenizer_is_gpt2_s(tmp_path: Path) -> None:
     assert cut(built(tmp_path, pre=None), "12") == ["12"]
 
@@ -102,7 +135,7 @@ def test_no_token_is_written_as_minus_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": ("llama", Kind.STRING)}, "kind 'llama'"),
+        ({"model": ("bert", Kind.STRING)}, "kind 'bert'.*known: gpt2, llama"),
         ({"model": None}, "tokenizer.ggml.model is missing"),
         ({"pre": ("qwen9", Kind.STRING)}, "unknown pre-tokenizer 'qwen9'; known: default,"),
         ({"tokens": None}, "has no vocabulary"),

@@ -40,13 +40,19 @@ def test_fingerprint_sees_weights_dtype_and_config(tmp_path: Path) -> None:
     tensors = hf_tensors()
     scaled = tensors | {"model.norm.weight": tensors["model.norm.weight"] * 2}
     half = {name: values.astype(np.float16) for name, values in tensors.items()}
+    linear = {"type": "linear", "factor": 2.0}
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    window = {"sliding_window": 64}
     seen = {
         fingerprint(write_hf_directory(tmp_path / "plain")),
         fingerprint(write_hf_directory(tmp_path / "scaled", tensors=scaled)),
         fingerprint(write_hf_directory(tmp_path / "half", tensors=half)),
         fingerprint(write_hf_directory(tmp_path / "theta", CONFIG | {"rope_theta": 5e5})),
+        fingerprint(write_hf_directory(tmp_path / "linear", CONFIG | {"rope_scaling": linear})),
+        fingerprint(write_hf_directory(tmp_path / "mistral", CONFIG | mistral)),
+        fingerprint(write_hf_directory(tmp_path / "window", CONFIG | mistral | window)),
     }
-    assert len(seen) == 4
+    assert len(seen) == 7
 
 
 def test_generation_config_goes_before_config(tmp_path: Path) -> None:

@@ -56,6 +56,15 @@ def test_half_precision(tmp_path: Path) -> None:
     assert {index.dtype(name) for name in index.names} == {"F16"}
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32])
+def test_numbers_that_no_one_said_how_to_scale(tmp_path: Path, dtype: type) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = hf_tensors()
+    directory = write_hf_directory(tmp_path, tensors=tensors | {name: tensors[name].astype(dtype)})
+    with pytest.raises(ModelError, match=rf"tensor {name} has dtype .*; known: BF16, F16, F32"):
+        check(directory)
+
+
 def test_needed_tensors_are_those_of_the_model() -> None:
     config = ModelConfig.parse(json.dumps(CONFIG).encode(), Path("config.json"))
     assert tensor_shapes(config) == {name: v.shape for name, v in hf_tensors().items()}

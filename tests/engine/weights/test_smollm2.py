@@ -13,7 +13,9 @@ from engine.weights import ModelFiles, open_weights
 
 pytestmark = pytest.mark.real_model
 
-RECORDED = Path(__file__).parents[2] / "data" / "smollm2_weights.json"
+DATA = Path(__file__).parents[2] / "data"
+RECORDED = DATA / "smollm2_weights.json"
+REFERENCE = DATA / "reference_smollm2_135m.json"
 
 
 def test_config(smollm2: ModelFiles) -> None:
@@ -25,6 +27,12 @@ def test_config(smollm2: ModelFiles) -> None:
     assert (config.max_position_embeddings, config.tie_word_embeddings) == (8192, True)
     assert (smollm2.bos_token_id, smollm2.eos_token_ids) == (1, (2,))
     assert config.kv_bytes_per_token(4) == 46080
+
+
+def test_fingerprint_is_the_one_that_was_recorded(smollm2: ModelFiles) -> None:
+    """What other families need leaves it as it was; nodes of two releases know each other."""
+    first_line = REFERENCE.read_text().partition("\n")[0]
+    assert f'"fingerprint": "{smollm2.fingerprint}"' in first_line
 
 
 def test_every_tensor_is_bitwise_that_of_transformers(smollm2: ModelFiles) -> None:

@@ -33,6 +33,14 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+QWEN2 = CONFIG | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = CONFIG | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
+SMOLLM3 = CONFIG | {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    "num_hidden_layers": 5,
+}
+
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["t h", "th e", "Ġ the", "Ġ Ġ", "ĠĠ ĠĠ", "1 2"]
 
@@ -63,9 +71,17 @@ def vocabulary() -> list[str]:
 class TinyGGUF:
     """A GGUF file of the shape of CONFIG, to be spoiled in one place and written."""
 
-    metadata: dict[str, tuple[Any, Kind]] = field(default_factory=lambda: _metadata())
-    tensors: dict[str, tuple[np.ndarray, Type]] = field(default_factory=lambda: _tensors())
+    metadata: dict[str, tuple[Any, Kind]] = field(default_factory=lambda: _metadata(CONFIG))
+    tensors: dict[str, tuple[np.ndarray, Type]] = field(
+        default_factory=lambda: gguf_tensors(hf_tensors(), CONFIG)
+    )
     architecture: str = "llama"
+
+    @classmethod
+    def of(cls, config: dict[str, Any], tensors: dict[str, np.ndarray] | None = None) -> TinyGGUF:
+        """The file that llama.cpp makes of this model."""
+        weights = hf_tensors(config) if tensors is None else tensors
+        return cls(_metadata(config), gguf_tensors(weights, config), config["model_type"])
 
     def quantize(self, kind: Type, seed: int = 0) -> None:
         """Give every matrix this type, with arbitrary blocks."""
@@ -123,6 +139,17 @@ def hf_tensors(config: dict[str, Any] = CONFIG, seed: int = 0) -> dict[str, np.n
             f"{prefix}.mlp.up_proj.weight": (inner, hidden),
             f"{prefix}.mlp.down_proj.weight": (hidden, inner),
         }
+        if config["model_type"] == "qwen2":
+            shapes |= {
+                f"{prefix}.self_attn.q_proj.bias": (q_size,),
+                f"{prefix}.self_attn.k_proj.bias": (kv_size,),
+                f"{prefix}.self_attn.v_proj.bias": (kv_size,),
+            }
+        if config["model_type"] == "qwen3":
+            shapes |= {
+                f"{prefix}.self_attn.q_norm.weight": (config["head_dim"],),
+                f"{prefix}.self_attn.k_norm.weight": (config["head_dim"],),
+            }
     rng = np.random.default_rng(seed)
     return {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
 
@@ -182,17 +209,18 @@ def _added(token_id: int, content: str) -> dict[str, Any]:
     return {"id": token_id, "content": content, "special": True, **flags}
 
 
-def _metadata() -> dict[str, tuple[Any, Kind]]:
+def _metadata(config: dict[str, Any]) -> dict[str, tuple[Any, Kind]]:
+    arch = config["model_type"]
     return {
-        "llama.block_count": (CONFIG["num_hidden_layers"], Kind.UINT32),
-        "llama.context_length": (CONFIG["max_position_embeddings"], Kind.UINT32),
-        "llama.embedding_length": (CONFIG["hidden_size"], Kind.UINT32),
-        "llama.feed_forward_length": (CONFIG["intermediate_size"], Kind.UINT32),
-        "llama.attention.head_count": (CONFIG["num_attention_heads"], Kind.UINT32),
-        "llama.attention.head_count_kv": (CONFIG["num_key_value_heads"], Kind.UINT32),
-        "llama.attention.layer_norm_rms_epsilon": (CONFIG["rms_norm_eps"], Kind.FLOAT32),
-        "llama.rope.freq_base": (CONFIG["rope_theta"], Kind.FLOAT32),
-        "llama.rope.dimension_count": (CONFIG["head_dim"], Kind.UINT32),
+        f"{arch}.block_count": (config["num_hidden_layers"], Kind.UINT32),
+        f"{arch}.context_length": (config["max_position_embeddings"], Kind.UINT32),
+        f"{arch}.embedding_length": (config["hidden_size"], Kind.UINT32),
+        f"{arch}.feed_forward_length": (config["intermediate_size"], Kind.UINT32),
+        f"{arch}.attention.head_count": (config["num_attention_heads"], Kind.UINT32),
+        f"{arch}.attention.head_count_kv": (config["num_key_value_heads"], Kind.UINT32),
+        f"{arch}.attention.layer_norm_rms_epsilon": (config["rms_norm_eps"], Kind.FLOAT32),
+        f"{arch}.rope.freq_base": (config["rope_theta"], Kind.FLOAT32),
+        **_head_size(config),
         "tokenizer.ggml.model": ("gpt2", Kind.STRING),
         "tokenizer.ggml.pre": ("smollm", Kind.STRING),
         "tokenizer.ggml.tokens": (vocabulary(), Kind.ARRAY),
@@ -206,10 +234,21 @@ def _metadata() -> dict[str, tuple[Any, Kind]]:
     }
 
 
+def _head_size(config: dict[str, Any]) -> dict[str, tuple[Any, Kind]]:
+    """Those that came from Llama say how much of a head is rotated, Qwen3 says how large it is."""
+    arch, head_dim = config["model_type"], config["head_dim"]
+    keys = {
+        "llama": ["rope.dimension_count"],
+        "smollm3": ["rope.dimension_count"],
+        "qwen3": ["attention.key_length", "attention.value_length"],
+    }
+    return {f"{arch}.{key}": (head_dim, Kind.UINT32) for key in keys.get(arch, [])}
+
+
 def _item_kind(value: Any) -> Kind | None:
     if not isinstance(value, list):
         return None
-    return Kind.INT32 if isinstance(value[0], int) else Kind.STRING
+    return {int: Kind.INT32, float: Kind.FLOAT32, str: Kind.STRING}[type(value[0])]
 
 
 _GGUF_PARTS = {
@@ -219,6 +258,8 @@ _GGUF_PARTS = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -230,7 +271,8 @@ def gguf_name(name: str) -> str:
     if name.startswith("model.layers."):
         _, _, layer, *part, leaf = name.split(".")
         return f"blk.{layer}.{_GGUF_PARTS['.'.join(part)]}.{leaf}"
-    return name.replace("model.embed_tokens", "token_embd").replace("model.norm", "output_norm")
+    name = name.replace("model.embed_tokens", "token_embd").replace("model.norm", "output_norm")
+    return name.replace("lm_head", "output")
 
 
 def llama_cpp_order(rows: np.ndarray, num_heads: int) -> np.ndarray:
@@ -244,13 +286,16 @@ def llama_cpp_order(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return permuted
 
 
-def _tensors() -> dict[str, tuple[np.ndarray, Type]]:
-    """`hf_tensors()` as llama.cpp would write them in float32."""
+def gguf_tensors(
+    hf: dict[str, np.ndarray], config: dict[str, Any]
+) -> dict[str, tuple[np.ndarray, Type]]:
+    """The tensors as llama.cpp would write them in float32; a Qwen's it leaves in their order."""
     tensors: dict[str, tuple[np.ndarray, Type]] = {}
-    for name, values in hf_tensors().items():
-        if "q_proj" in name:
-            values = llama_cpp_order(values, CONFIG["num_attention_heads"])
-        if "k_proj" in name:
-            values = llama_cpp_order(values, CONFIG["num_key_value_heads"])
+    for name, values in hf.items():
+        if config["model_type"] in ("llama", "smollm3"):
+            if "q_proj" in name:
+                values = llama_cpp_order(values, config["num_attention_heads"])
+            if "k_proj" in name:
+                values = llama_cpp_order(values, config["num_key_value_heads"])
         tensors[gguf_name(name)] = (values, Type.F32)
     return tensors

@@ -1,4 +1,7 @@
-"""Which tensors a Llama model has: their names in Hugging Face and in GGUF, and their shapes."""
+"""Which tensors a model has: their names in Hugging Face and in GGUF, and their shapes.
+
+All families name them alike; they differ in which biases and norms they have.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ _GGUF_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -82,8 +87,16 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
         "post_attention_layernorm.weight": (hidden,),
     }
     shapes |= {f"{name}.weight": shape for name, shape in (attention | mlp).items()}
-    if config.attention_bias:
-        shapes |= {f"{name}.bias": shape[:1] for name, shape in attention.items()}
+    if config.qk_norm:
+        shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    with_bias = {
+        name: shape for name, shape in attention.items() if _has_attention_bias(name, config)
+    }
     if config.mlp_bias:
-        shapes |= {f"{name}.bias": shape[:1] for name, shape in mlp.items()}
-    return shapes
+        with_bias |= mlp
+    return shapes | {f"{name}.bias": shape[:1] for name, shape in with_bias.items()}
+
+
+def _has_attention_bias(name: str, config: ModelConfig) -> bool:
+    is_output = name == "self_attn.o_proj"
+    return config.attention_output_bias if is_output else config.attention_bias
