@@ -6,12 +6,13 @@ import contextlib
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from cluster.transfer_config import TransferConfig, TransportChoice
 from decode_node import DecodeConfig
-from engine import KVCacheConfig
-from engine.weights import ModelConfig
+from engine import EngineConfig, KVCacheConfig
+from engine.weights import ModelConfig, ModelFiles
 from protocol import HASH_BLOCK_SIZE, ConfigError, Role
 from router import RouterConfig
 from scheduler import SchedulerConfig, SchedulerKnobs
@@ -27,13 +28,14 @@ class Topology(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCores:
-    """The cores of each node of a kind, where nodes have processes of their own.
+    """The cores of each node of a kind.
 
     Raises:
         ConfigError: there are none.
     """
 
-    threads: int | None = None  # that compute; None: as many as cpus, or an equal share of all
+    threads: int | None = None  # that compute; None: as many as cpus, or an equal share of all,
+    # which nodes of one process give to each other while they have nothing to do
     cpus: tuple[int, ...] | None = None  # numbers of the only ones it may use; None: any
 
     def __post_init__(self) -> None:
@@ -108,6 +110,7 @@ class LocalConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     record_schedules: Path | None = None  # a directory, for what each node's scheduler decides
 
     def __post_init__(self) -> None:
@@ -125,6 +128,10 @@ class LocalConfig:
                 with errors_of(name):
                     _check_capabilities(knobs)
         self._check_processes()
+        if self.engine.is_cuda and self.transport is TransportChoice.SHM:
+            raise ConfigError(
+                "transport", "shm moves memory of the host; with device cuda it is memory or nixl"
+            )
 
     def _check_numbers(self) -> None:
         """There are prefill and decode nodes, or unified ones, or all three; not two of them."""
@@ -148,18 +155,19 @@ class LocalConfig:
                 )
             return
         for name in ("prefill_cores", "decode_cores", "unified_cores"):
-            for key in ("threads", "cpus"):
-                if getattr(getattr(self, name), key, None) is not None:
-                    raise ConfigError(
-                        f"{name}.{key}", "needs `processes`: nodes of one process share its cores"
-                    )
+            if getattr(getattr(self, name), "cpus", None) is not None:
+                raise ConfigError(
+                    f"{name}.cpus", "needs `processes`: nodes of one process share its cores"
+                )
 
     @property
     def transport(self) -> TransportChoice:
         """The one that `auto` stands for, or the one that was chosen."""
         if self.transfer.transport is not TransportChoice.AUTO:
             return self.transfer.transport
-        return TransportChoice.SHM if self.processes else TransportChoice.MEMORY
+        if not self.processes:
+            return TransportChoice.MEMORY
+        return TransportChoice.NIXL if self.engine.is_cuda else TransportChoice.SHM
 
     @property
     def routing(self) -> RouterConfig:
@@ -181,6 +189,10 @@ class LocalConfig:
         own = f"{role}_{setting}"
         as_decode = role is Role.UNIFIED and getattr(self, own) is None
         return f"decode_{setting}" if as_decode else own
+
+    def fingerprint(self, files: ModelFiles) -> str:
+        """What nodes must have in common to exchange KV: the model, and how it is computed."""
+        return self.engine.fingerprint(files.fingerprint)
 
     def cores(self, role: Role) -> NodeCores:
         cores: NodeCores = getattr(self, self.name_of("cores", role))
@@ -249,7 +261,14 @@ class LocalConfig:
         """
         name = self.name_of("cache", role)
         size, length = self.cache_size(role), self.model_len(model)
-        one = KVCacheConfig.for_model(model, num_blocks=2, block_size=size.block_size)
+        shape = partial(
+            KVCacheConfig.for_model,
+            model,
+            block_size=size.block_size,
+            dtype=self.engine.cache_dtype,
+            device=self.engine.device,
+        )
+        one = shape(num_blocks=2)
         usable = size.num_blocks or size.kv_memory_bytes // one.bytes_per_block - 1
         needed = -(-length // size.block_size)
         if size.num_blocks is None and usable < needed:
@@ -260,7 +279,7 @@ class LocalConfig:
                 f"one request of max_model_len ({length}) tokens needs "
                 f"{_mib((needed + 1) * one.bytes_per_block)}; raise it, or lower max_model_len",
             )
-        return KVCacheConfig.for_model(model, num_blocks=usable + 1, block_size=size.block_size)
+        return shape(num_blocks=usable + 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from cluster.transfer_config import ConnectorSpec, TransferConfig, TransportChoi
 from cluster.yaml_problem import describe, dotted
 from decode_node import DecodeConfig
 from decode_node.config import Reserve
+from engine import EngineConfig, KernelsChoice, Quantization
 from kv_transfer import FaultPlan, OnTransferFailure
 from protocol import ConfigError, Role
 from router import RouterConfig, get_policy
@@ -135,6 +136,19 @@ class CacheSection(Section):
         )
 
 
+class EngineSection(Section):
+    device: str = EngineConfig.device
+    dtype: str = EngineConfig.dtype
+    kv_cache_dtype: str = EngineConfig.kv_cache_dtype
+    quantization: Annotated[Quantization | None, Field(strict=False)] = EngineConfig.quantization
+    kernels: Annotated[KernelsChoice, Field(strict=False)] = EngineConfig.kernels
+    attention: str = EngineConfig.attention
+    batch_invariant: bool = EngineConfig.batch_invariant
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(**{name: getattr(self, name) for name in EngineSection.model_fields})
+
+
 class RouterSection(Section):
     policy: str = RouterConfig.policy
 
@@ -163,6 +177,7 @@ class ClusterFile(Section):
     scheduler: Knobs = Field(default_factory=dict)
     cache: CacheSection = CacheSection()
     max_model_len: int | None = LocalConfig.max_model_len
+    engine: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()
     router: RouterSection = RouterSection()
     gateway: GatewaySection = GatewaySection()
@@ -217,6 +232,7 @@ class ClusterFile(Section):
                 prefill_scheduler=self._knobs_of("prefill_scheduler", self.prefill.scheduler),
                 decode_scheduler=self._knobs_of("decode_scheduler", self.decode.scheduler),
                 unified_scheduler=self._unified_knobs(),
+                engine=self.engine.engine_config(),
                 transfer=self.transfer.transfer_config(),
                 decode=DecodeConfig(reserve=self.decode.reserve),
                 router=self._router_config(),
@@ -305,6 +321,7 @@ def _places() -> dict[str, str]:
     places |= {"reserve": "decode.reserve", "kv_memory_bytes": "cache.kv_memory"}
     sections: dict[str, type[Section]]
     sections = {"cache": CacheSection, "gateway": GatewaySection, "transfer": TransferSection}
+    sections["engine"] = EngineSection
     for section, model in sections.items():
         places |= {key: f"{section}.{key}" for key in model.model_fields}
     for knob in fields(SchedulerKnobs):

@@ -55,7 +55,11 @@ class LocalCluster:
         )
         self.nodes: list[EngineNode] = [builder.build(*names) for names in config.node_ids]
         self.dispatcher = Dispatcher(
-            directory, files.fingerprint, self.prefill_nodes, self.decode_nodes, config.routing
+            directory,
+            config.fingerprint(files),
+            self.prefill_nodes,
+            self.decode_nodes,
+            config.routing,
         )
 
     @property

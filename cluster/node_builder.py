@@ -85,7 +85,7 @@ class NodeBuilder:
                 node_id,
                 role,
                 self.config.cache_size(role).block_size,
-                self.files.fingerprint,
+                self.config.fingerprint(self.files),
                 spec.options,
             )
             others.append(_load(spec.path, context))
@@ -125,7 +125,7 @@ class NodeBuilder:
             node_id=node_id,
             role=role,
             model=self.files.name,
-            fingerprint=self.files.fingerprint,
+            fingerprint=self.config.fingerprint(self.files),
             endpoint=endpoint,
             block_size=scheduler.kv.config.block_size,
             num_blocks=scheduler.kv.config.num_usable_blocks,
@@ -138,7 +138,7 @@ class NodeBuilder:
     def _pool(self, compute: NodeCompute) -> BlockPoolMemory:
         kv_cache = compute.kv_cache
         layout = BlockLayout(
-            fingerprint=self.files.fingerprint,
+            fingerprint=self.config.fingerprint(self.files),
             dtype=kv_cache.dtype,
             block_size=kv_cache.block_size,
             num_layers=kv_cache.num_layers,
@@ -147,7 +147,13 @@ class NodeBuilder:
             bytes_per_block=kv_cache.bytes_per_block,
         )
         return BlockPoolMemory(
-            layout, compute.address, kv_cache.num_blocks, compute.owner, compute.fd
+            layout,
+            compute.address,
+            kv_cache.num_blocks,
+            compute.owner,
+            compute.fd,
+            kv_cache.device,
+            compute.copier,
         )
 
 

@@ -83,7 +83,7 @@ class ProcessCluster:
             await _all(node.start() for node in self.nodes)
             self._dispatcher = Dispatcher(
                 self._directory,
-                self.files.fingerprint,
+                self.config.fingerprint(self.files),
                 self.prefill_nodes,
                 self.decode_nodes,
                 self.config.routing,

@@ -15,12 +15,32 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 
 # Between two steps an engine schedules and sends; that long it still counts as computing.
 _LINGER_S = 0.05
+
+
+class Cores(Protocol):
+    """How many cores a step may use."""
+
+    def step(self) -> AbstractContextManager[int]:
+        """Compute with so many, for the length of the block."""
+
+
+class FixedCores:
+    """Always the same number, however many others compute."""
+
+    def __init__(self, num_cores: int) -> None:
+        self._num_cores = num_cores
+
+    @contextmanager
+    def step(self) -> Iterator[int]:
+        _use_cores(self._num_cores)
+        yield self._num_cores
 
 
 class CoreShare:

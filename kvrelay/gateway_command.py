@@ -61,7 +61,7 @@ class GatewayCommand:
                 address = DirectoryAddress(url, None if password is None else Secret(password))
                 cluster = JoinedCluster(
                     partial(start_directory, directory, settings.name, address, need_server=True),
-                    files.fingerprint,
+                    local.fingerprint(files),
                     ClusterToken(token),
                     local.routing,
                 )

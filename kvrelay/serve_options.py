@@ -45,6 +45,37 @@ def serve(
         int, typer.Option(help="Number of unified nodes, beside or instead of the others.")
     ] = 0,
     policy: Annotated[str, typer.Option(help="Routing: kv_aware or round_robin.")] = "kv_aware",
+    # How a node computes.
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="Threads that compute on each node.",
+            show_default="all cores, divided among those nodes that compute",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or one of several: cuda:1.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="Of weights and hidden states; on cuda bfloat16 or float16.")
+    ] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Of keys and values: as dtype, or bfloat16 on a CPU.")
+    ] = "auto",
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="int8: weights in 8 bits (on a CPU).", show_default="none"),
+    ] = None,
+    kernels: Annotated[
+        str, typer.Option(help="On a CPU: compiled, torch, or auto, whichever can be had.")
+    ] = "auto",
+    attention: Annotated[
+        str, typer.Option(help="On cuda: flashinfer, varlen, or auto, whichever can be had.")
+    ] = "auto",
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            help="Compute a token to the same bits whatever else is computed with it (on a CPU)."
+        ),
+    ] = False,
     # The gateway.
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,

@@ -81,7 +81,7 @@ async def _start_gateway(plan: GatewayPlan) -> _RunningGateway:
         model = await asyncio.to_thread(served_model, files, spec.config)
         cluster = JoinedCluster(
             partial(follow_directory, spec, plan.directory),
-            spec.fingerprint,
+            spec.config.engine.fingerprint(spec.fingerprint),
             ClusterToken(spec.token.value),
             spec.config.routing,
             expected=plan.expected,

@@ -1,4 +1,4 @@
-"""Paged attention on a CPU in plain PyTorch: gather the visible tokens, then fused attention.
+"""Paged attention in plain PyTorch, on any device: gather the visible tokens, then fused attention.
 
 Decodes (one query each) are gathered together, in groups of similar length; a prefill chunk is
 gathered alone. Only written slots are ever read.
@@ -20,7 +20,7 @@ _GROUP_TOKENS = 4096  # gathered at once: with 3 heads of 64 floats about 6 MB, 
 _GROUP_WASTE = 1.25  # a group's longest context may be this much longer than its shortest
 
 
-class CpuAttention:
+class TorchAttention:
     """One step's attention; see `engine.attention.Attention`.
 
     `on_layer` is called with a layer's number when its keys and values are written.
@@ -36,17 +36,22 @@ class CpuAttention:
         self._num_kv_heads = kv_cache.config.num_kv_heads
         self._written_keys = kv_cache.key_rows(metadata.slot_mapping)
         self._written_values = self._written_keys + metadata.block_size
-        self._parts = list(_parts(kv_cache, metadata))
+        self._metadata = metadata
+        self._parts: dict[int | None, list[_Part]] = {}  # by window
         self._on_layer = on_layer
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None
+    ) -> Tensor:
         rows = self._kv_cache.token_rows(layer)
         rows.index_copy_(0, self._written_keys, key.flatten(1).to(rows.dtype))
         rows.index_copy_(0, self._written_values, value.flatten(1).to(rows.dtype))
         if self._on_layer is not None:
             self._on_layer(layer)
-        output = torch.empty_like(query)
-        for part in self._parts:
+        if window not in self._parts:
+            self._parts[window] = list(_parts(self._kv_cache, self._metadata, window))
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for part in self._parts[window]:
             part.attend(rows, query, output)
         return output
 
@@ -82,12 +87,16 @@ class _DecodeGroup:
     """
 
     def __init__(
-        self, kv_cache: KVCache, metadata: AttentionMetadata, sequences: Sequence[int]
+        self,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        sequences: Sequence[int],
+        window: int | None,
     ) -> None:
         self._gather = _Gather(kv_cache, metadata, sequences)
         self._queries = torch.tensor([metadata.query_starts[index] for index in sequences])
         lengths = torch.tensor([metadata.context_lens[index] for index in sequences])
-        visible = torch.arange(int(lengths.max())) < lengths[:, None]
+        visible = _visible(lengths[:, None] - 1, int(lengths.max()), window)
         self._mask = None if visible.all() else visible[:, None, None, :]
 
     def attend(self, rows: Tensor, query: Tensor, output: Tensor) -> None:
@@ -102,14 +111,20 @@ class _DecodeGroup:
 class _PrefillChunk:
     """One sequence with several queries, each of which sees one token more than the last."""
 
-    def __init__(self, kv_cache: KVCache, metadata: AttentionMetadata, sequence: int) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        sequence: int,
+        window: int | None,
+    ) -> None:
         self._gather = _Gather(kv_cache, metadata, [sequence])
         start, end = metadata.query_starts[sequence], metadata.query_starts[sequence + 1]
         self._queries = slice(start, end)
         context_len = metadata.context_lens[sequence]
         self._mask: Tensor | None = None  # not needed without context: each sees the ones before
-        if context_len > end - start:
-            self._mask = torch.arange(context_len) <= metadata.positions[start:end, None]
+        if context_len > end - start or window is not None:
+            self._mask = _visible(metadata.positions[start:end, None], context_len, window)
 
     def attend(self, rows: Tensor, query: Tensor, output: Tensor) -> None:
         keys, values = self._gather(rows, query.dtype)
@@ -124,12 +139,19 @@ class _PrefillChunk:
         output[self._queries] = attended[0].transpose(0, 1)
 
 
-def _parts(kv_cache: KVCache, metadata: AttentionMetadata) -> Iterator[_Part]:
+def _visible(positions: Tensor, context_len: int, window: int | None) -> Tensor:
+    """Whether each of `context_len` tokens is seen from `positions` `[num_queries, 1]`."""
+    context = torch.arange(context_len, device=positions.device)
+    visible = context <= positions
+    return visible if window is None else visible & (context > positions - window)
+
+
+def _parts(kv_cache: KVCache, metadata: AttentionMetadata, window: int | None) -> Iterator[_Part]:
     for group in _decode_groups(metadata):
-        yield _DecodeGroup(kv_cache, metadata, group)
+        yield _DecodeGroup(kv_cache, metadata, group, window)
     for index, query_len in enumerate(metadata.query_lens):
         if query_len > 1:
-            yield _PrefillChunk(kv_cache, metadata, index)
+            yield _PrefillChunk(kv_cache, metadata, index, window)
 
 
 def _decode_groups(metadata: AttentionMetadata) -> Iterator[list[int]]:

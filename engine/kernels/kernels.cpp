@@ -1,0 +1,983 @@
+// The kernels of `engine/kernels/compiled_kernels.py`, for CPUs, in float32.
+//
+// Every number of a result is computed by one thread, in an order that depends on the sizes of the
+// model alone: not on the number of rows, on where a sequence is cut into chunks, on the number of
+// threads or on the width of the CPU's vectors. That is what makes a token's logits bitwise the same
+// in any batch.
+//
+// Vectors are 16 floats wide everywhere (GCC's and Clang's vector extension); with narrower
+// registers the compiler takes several. Sums are contracted to fused multiply-adds.
+
+#include <torch/extension.h>
+
+#include <ATen/Parallel.h>
+#include <unistd.h>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int64_t LANES = 16;
+typedef float Vec __attribute__((vector_size(64)));
+typedef float VecMem __attribute__((vector_size(64), aligned(4), may_alias));  // anywhere in memory
+typedef int32_t IntVec __attribute__((vector_size(64)));
+typedef float Quad __attribute__((vector_size(16)));
+typedef float QuadMem __attribute__((vector_size(16), aligned(4), may_alias));
+
+INLINE Vec load(const float* from) { return *reinterpret_cast<const VecMem*>(from); }
+INLINE void store(float* to, Vec value) { *reinterpret_cast<VecMem*>(to) = value; }
+INLINE Vec broadcast(float value) { return value - Vec{}; }
+
+INLINE Vec load_some(const float* from, int64_t count) {
+  Vec value{};
+  std::memcpy(&value, from, count * sizeof(float));
+  return value;
+}
+
+// The sums of the lanes of four vectors.
+INLINE Quad fold(Vec x) {
+  auto low = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7);
+  auto high = __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+  auto sum = low + high;
+  return __builtin_shufflevector(sum, sum, 0, 1, 2, 3) +
+         __builtin_shufflevector(sum, sum, 4, 5, 6, 7);
+}
+
+INLINE Quad sums(Vec a, Vec b, Vec c, Vec d) {
+  Quad p = fold(a), q = fold(b), r = fold(c), s = fold(d);
+  Quad pq = __builtin_shufflevector(p, q, 0, 4, 1, 5) + __builtin_shufflevector(p, q, 2, 6, 3, 7);
+  Quad rs = __builtin_shufflevector(r, s, 0, 4, 1, 5) + __builtin_shufflevector(r, s, 2, 6, 3, 7);
+  return __builtin_shufflevector(pq, rs, 0, 1, 4, 5) + __builtin_shufflevector(pq, rs, 2, 3, 6, 7);
+}
+
+INLINE float sum(Vec x) {
+  Quad q = fold(x);
+  return (q[0] + q[2]) + (q[1] + q[3]);
+}
+
+INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+INLINE float largest(Vec x) {
+  x = larger(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  return std::max(std::max(x[0], x[1]), std::max(x[2], x[3]));
+}
+
+// exp, to about one unit in the last place: 2^n * e^r with |r| <= ln(2) / 2, and e^r as the
+// polynomial of Cephes (expf.c). Below -87.3 it is 0; above 88.3 it stays at e^88.3.
+INLINE Vec exp(Vec x) {
+  const Vec limited = larger(x < 88.3f ? x : broadcast(88.3f), broadcast(-87.3f));
+  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec shifted = limited * 1.44269504f + magic;
+  const Vec n = shifted - magic;
+  const Vec r = (limited - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + (r + 1.0f);
+  const IntVec exponent = (IntVec)shifted << 23;  // the low bits of `shifted` are n
+  const Vec result = (Vec)((IntVec)p + exponent);
+  return x < -87.3f ? Vec{} : result;
+}
+
+// Run `work(task)` for each task, by as many threads as torch has; who is free takes the next one,
+// because other processes may hold a core up.
+template <typename Work>
+void parallel(int64_t num_tasks, const Work& work) {
+  const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_tasks);
+  if (num_threads <= 1) {
+    for (int64_t task = 0; task < num_tasks; task++) work(task);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
+      work(task);
+    }
+  });
+}
+
+int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Thread-local memory that only grows.
+float* scratch(int which, int64_t count) {
+  static thread_local std::vector<float> buffers[4];
+  auto& buffer = buffers[which];
+  if (static_cast<int64_t>(buffer.size()) < count + LANES) buffer.resize(count + LANES);
+  return buffer.data();
+}
+
+// ------------------------------------------------------------------------------------ linear
+//
+// out[m][n] = sum over k of x[m][k] * w[n][k]: both are read along k. A tile of up to 6 rows of x and
+// 4 of w has 24 sums of 16 lanes, which is what registers hold; the lanes are added up at its end.
+//
+//         k ─►  |   chunk 0   |   chunk 1   |      chunks of at most 768 numbers, so that a tile's
+//   w  4 rows   |═════════════|═════════════|      rows stay in the L1 cache; which they are depends
+//   x  6 rows   |═════════════|═════════════|      on the length of k alone
+//
+// While a tile is computed, memory that is needed later comes nearer by prefetching: with few rows of
+// x all time is reading w, and the reading must go on while there is arithmetic to do.
+
+constexpr int64_t TILE_M = 6, TILE_N = 4, MAX_CHUNK = 768;
+constexpr int64_t LINE = 64;  // bytes of a cache line
+
+// Memory to bring nearer, line by line.
+struct Ahead {
+  const char *next, *end;
+  int64_t lines_per_step;  // 0, 1, 2 or 4; a step is 16 numbers of k
+};
+
+// Where a tile's rows of w come from: float32, or 8 bits with a scale for each group of a row.
+struct FloatRows {
+  const float* values;
+  int64_t stride;
+
+  INLINE Vec at(const FloatRows& rows, int64_t n, int64_t i, int64_t count = LANES) {
+    const float* from = rows.values + n * rows.stride + i;
+    return count == LANES ? load(from) : load_some(from, count);
+  }
+};
+
+constexpr int64_t INT8_GROUP = 64;  // as in kernels.py
+
+struct Int8Rows {
+  const int8_t* bytes;
+  const float* scales;
+  int64_t stride, scale_stride, offset;  // of the first number from the start of its row
+
+  INLINE Vec at(const Int8Rows& rows, int64_t n, int64_t i, int64_t count = LANES) {
+    const int8_t* from = rows.bytes + n * rows.stride + rows.offset + i;
+    const float scale = rows.scales[n * rows.scale_stride + (rows.offset + i) / INT8_GROUP];
+    if (count < LANES) {
+      Vec some{};
+      for (int64_t j = 0; j < count; j++) some[j] = static_cast<float>(from[j]) * scale;
+      return some;
+    }
+#ifdef __AVX512F__
+    const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(packed)) * scale;
+#else
+    Vec floats;
+    for (int64_t j = 0; j < LANES; j++) floats[j] = static_cast<float>(from[j]);
+    return floats * scale;
+#endif
+  }
+};
+
+template <int M, int LINES, typename W>
+INLINE void tile(const float* x, int64_t x_stride, const W& w, int64_t k, float* out,
+                 int64_t out_stride, int64_t num_n, bool add, const char* ahead) {
+  Vec acc[M][TILE_N];
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < TILE_N; n++) acc[m][n] = Vec{};
+  int64_t i = 0;
+  for (; i + LANES <= k; i += LANES) {
+    Vec b[TILE_N];
+    for (int n = 0; n < TILE_N; n++) b[n] = W::at(w, n, i);
+    for (int p = 0; p < LINES; p++) __builtin_prefetch(ahead + p * LINE, 0, 2);
+    ahead += LINES * LINE;
+    for (int m = 0; m < M; m++) {
+      const Vec a = load(x + m * x_stride + i);
+      for (int n = 0; n < TILE_N; n++) acc[m][n] += a * b[n];
+    }
+  }
+  if (i < k) {
+    Vec b[TILE_N];
+    for (int n = 0; n < TILE_N; n++) b[n] = W::at(w, n, i, k - i);
+    for (int m = 0; m < M; m++) {
+      const Vec a = load_some(x + m * x_stride + i, k - i);
+      for (int n = 0; n < TILE_N; n++) acc[m][n] += a * b[n];
+    }
+  }
+  for (int m = 0; m < M; m++) {
+    float* to = out + m * out_stride;
+    Quad result = sums(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
+    if (num_n == TILE_N) {
+      // No `auto`: it forgets that this is anywhere in memory.
+      QuadMem* quad = reinterpret_cast<QuadMem*>(to);
+      *quad = add ? *quad + result : result;
+    } else {
+      for (int64_t n = 0; n < num_n; n++) to[n] = add ? to[n] + result[n] : result[n];
+    }
+  }
+}
+
+template <int LINES, typename W>
+void tile_of(int64_t num_m, const float* x, int64_t x_stride, const W& w, int64_t k, float* out,
+             int64_t out_stride, int64_t num_n, bool add, const char* ahead) {
+  switch (num_m) {
+    case 6: return tile<6, LINES>(x, x_stride, w, k, out, out_stride, num_n, add, ahead);
+    case 5: return tile<5, LINES>(x, x_stride, w, k, out, out_stride, num_n, add, ahead);
+    case 4: return tile<4, LINES>(x, x_stride, w, k, out, out_stride, num_n, add, ahead);
+    case 3: return tile<3, LINES>(x, x_stride, w, k, out, out_stride, num_n, add, ahead);
+    case 2: return tile<2, LINES>(x, x_stride, w, k, out, out_stride, num_n, add, ahead);
+    default: return tile<1, LINES>(x, x_stride, w, k, out, out_stride, num_n, add, ahead);
+  }
+}
+
+template <typename W>
+void any_tile(int64_t num_m, const float* x, int64_t x_stride, const W& w, int64_t k, float* out,
+              int64_t out_stride, int64_t num_n, bool add, Ahead& ahead) {
+  const int64_t lines = ahead.next < ahead.end ? ahead.lines_per_step : 0;
+  const auto run = [&](auto tile) {
+    tile(num_m, x, x_stride, w, k, out, out_stride, num_n, add, ahead.next);
+  };
+  switch (lines) {
+    case 0: run(tile_of<0, W>); break;
+    case 1: run(tile_of<1, W>); break;
+    case 2: run(tile_of<2, W>); break;
+    default: run(tile_of<4, W>); break;
+  }
+  ahead.next += lines * LINE * (k / LANES);
+}
+
+int64_t chunk_of(int64_t k) { return div_up(div_up(k, LANES), div_up(k, MAX_CHUNK)) * LANES; }
+
+struct Weight {
+  const float* values;  // null: 8 bits
+  const int8_t* bytes;
+  const float* scales;
+  int64_t num_out, num_in;
+
+  const char* row(int64_t n) const {
+    return values != nullptr ? reinterpret_cast<const char*>(values + n * num_in)
+                             : reinterpret_cast<const char*>(bytes + n * num_in);
+  }
+
+  // Rows `from` to `to` as floats; if they have to be copied, with rows of zeros up to a multiple of
+  // 4. There are no others to read behind the last ones.
+  const float* rows(int64_t from, int64_t to) const {
+    if (values != nullptr && (to - from) % TILE_N == 0) return values + from * num_in;
+    const int64_t count = div_up(to - from, TILE_N) * TILE_N;
+    float* buffer = scratch(0, count * num_in);
+    for (int64_t n = from; n < to; n++) unpack(n, buffer + (n - from) * num_in);
+    std::fill(buffer + (to - from) * num_in, buffer + count * num_in, 0.0f);
+    return buffer;
+  }
+
+  void unpack(int64_t n, float* to) const {
+    if (values != nullptr) {
+      std::memcpy(to, values + n * num_in, num_in * sizeof(float));
+      return;
+    }
+    const int8_t* __restrict from = bytes + n * num_in;
+    const float* scale = scales + n * div_up(num_in, INT8_GROUP);
+    for (int64_t start = 0; start < num_in; start += INT8_GROUP, scale++) {
+      const int64_t end = std::min(num_in, start + INT8_GROUP);
+      const float step = *scale;
+      float* __restrict floats = to;
+      for (int64_t i = start; i < end; i++) floats[i] = static_cast<float>(from[i]) * step;
+    }
+  }
+};
+
+// How the product is cut up: tasks are `rows` of x times `columns` (rows of w), which are worked on
+// `block` columns at a time.
+struct Cut {
+  int64_t rows, columns, block;
+};
+
+constexpr int64_t FEW_ROWS = 24, SOME_ROWS = 96;
+
+// Few rows: w is read once, tile by tile. Some: a little of w stays near while all rows see it.
+// Many: as much of x and w as the L2 cache holds. There must be enough tasks for all threads, and
+// each of them reads on through memory, so that the next block's place is known.
+Cut cut_for(int64_t num_rows, int64_t num_out, int64_t num_in) {
+  static const int64_t l2_bytes = std::max<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), 1 << 18);
+  const int64_t num_tasks = at::get_num_threads() == 1 ? 1 : at::get_num_threads() * 4;
+  if (num_rows <= SOME_ROWS) {
+    const int64_t columns = div_up(div_up(num_out, num_tasks), 16) * 16;
+    return {num_rows, columns, num_rows <= FEW_ROWS ? TILE_N : 48};
+  }
+  const int64_t fits = l2_bytes * 2 / 5 / static_cast<int64_t>(num_in * sizeof(float));
+  const int64_t most = std::clamp<int64_t>(fits, 48, 768);
+  int64_t rows = div_up(num_rows, div_up(num_rows, most));
+  const int64_t columns = div_up(num_out, div_up(num_out, most));
+  while (rows > SOME_ROWS && div_up(num_rows, rows) * div_up(num_out, columns) < num_tasks) rows /= 2;
+  const int64_t even_columns = div_up(columns, 16) * 16;
+  return {div_up(rows, TILE_M) * TILE_M, even_columns, even_columns};
+}
+
+void linear_task(const float* x, int64_t num_rows, int64_t m0, int64_t m1, const Weight& weight,
+                 int64_t n0, int64_t n1, int64_t block, float* out) {
+  const int64_t k = weight.num_in, chunk = chunk_of(k), num_tiles = div_up(m1 - m0, TILE_M);
+  const int64_t lines = num_tiles == 1 ? 4 : num_tiles <= 3 ? 2 : 1;
+  const int64_t num_groups = div_up(k, INT8_GROUP);
+  for (int64_t first = n0; first < n1; first += block) {
+    const int64_t last = std::min(n1, first + block);
+    // Bytes that few rows see are unpacked on the way to registers.
+    const bool packed = weight.values == nullptr && num_tiles <= 2 && (last - first) % TILE_N == 0;
+    const float* w = packed ? nullptr : weight.rows(first, last);
+    Ahead ahead{weight.row(last), weight.row(std::min(n1, last + block)), lines};
+    for (int64_t m = m0; m < m1; m += TILE_M) {
+      if (m1 - m0 < num_rows) {  // w is here already; the next rows of x are not
+        const auto row = [&](int64_t i) {
+          return reinterpret_cast<const char*>(x + std::min(i, num_rows) * k);
+        };
+        ahead = {row(m + TILE_M), row(m + 2 * TILE_M), 1};
+      }
+      for (int64_t c = 0; c < k; c += chunk) {
+        for (int64_t n = first; n < last; n += TILE_N) {
+          const auto run = [&](const auto& rows) {
+            any_tile(std::min(TILE_M, m1 - m), x + m * k + c, k, rows, std::min(chunk, k - c),
+                     out + m * weight.num_out + n, weight.num_out, std::min(TILE_N, last - n), c > 0,
+                     ahead);
+          };
+          if (packed) {
+            run(Int8Rows{weight.bytes + n * k, weight.scales + n * num_groups, k, num_groups, c});
+          } else {
+            run(FloatRows{w + (n - first) * k + c, k});
+          }
+        }
+      }
+    }
+  }
+}
+
+void add_to(float* out, int64_t num_out, int64_t m0, int64_t m1, int64_t n0, int64_t n1,
+            const float* bias, const float* residual) {
+  for (int64_t m = m0; m < m1; m++) {
+    float* to = out + m * num_out;
+    if (bias != nullptr)
+      for (int64_t n = n0; n < n1; n++) to[n] += bias[n];
+    if (residual != nullptr)
+      for (int64_t n = n0; n < n1; n++) to[n] += residual[m * num_out + n];
+  }
+}
+
+at::Tensor run_linear(const at::Tensor& x, const Weight& weight,
+                      const std::optional<at::Tensor>& bias,
+                      const std::optional<at::Tensor>& residual) {
+  TORCH_CHECK(x.is_contiguous() && x.size(1) == weight.num_in, "x must be [rows, ", weight.num_in, "]");
+  const int64_t num_rows = x.size(0), num_out = weight.num_out;
+  at::Tensor out = at::empty({num_rows, num_out}, x.options());
+  if (num_rows == 0) return out;
+  const float* from = x.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  const float* added = residual ? residual->const_data_ptr<float>() : nullptr;
+  const float* offset = bias ? bias->const_data_ptr<float>() : nullptr;
+  const Cut cut = cut_for(num_rows, num_out, weight.num_in);
+  const int64_t num_m = div_up(num_rows, cut.rows), num_n = div_up(num_out, cut.columns);
+  parallel(num_m * num_n, [&](int64_t task) {
+    const int64_t m0 = task % num_m * cut.rows, n0 = task / num_m * cut.columns;
+    const int64_t m1 = std::min(num_rows, m0 + cut.rows), n1 = std::min(num_out, n0 + cut.columns);
+    linear_task(from, num_rows, m0, m1, weight, n0, n1, cut.block, to);
+    if (offset != nullptr || added != nullptr) add_to(to, num_out, m0, m1, n0, n1, offset, added);
+  });
+  return out;
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
+                  const std::optional<at::Tensor>& bias,
+                  const std::optional<at::Tensor>& residual) {
+  TORCH_CHECK(weight.is_contiguous(), "the weight must be contiguous");
+  return run_linear(
+      x, {weight.const_data_ptr<float>(), nullptr, nullptr, weight.size(0), weight.size(1)},
+      bias, residual);
+}
+
+at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& values, const at::Tensor& scales,
+                       const std::optional<at::Tensor>& bias,
+                       const std::optional<at::Tensor>& residual) {
+  TORCH_CHECK(values.is_contiguous() && scales.is_contiguous() &&
+                  scales.size(1) == div_up(values.size(1), INT8_GROUP),
+              "a scale for each ", INT8_GROUP, " numbers of a row");
+  return run_linear(x,
+                    {nullptr, values.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(),
+                     values.size(0), values.size(1)},
+                    bias, residual);
+}
+
+// ------------------------------------------------------------------------- element-wise
+
+constexpr int64_t SERIAL_NUMBERS = 16384;  // waking threads would take longer
+
+template <typename Work>
+void over_rows(int64_t num_rows, int64_t row_size, const Work& work) {
+  if (num_rows * row_size <= SERIAL_NUMBERS) {
+    for (int64_t row = 0; row < num_rows; row++) work(row);
+    return;
+  }
+  const int64_t rows_per_task = std::max<int64_t>(1, SERIAL_NUMBERS / 2 / row_size);
+  parallel(div_up(num_rows, rows_per_task), [&](int64_t task) {
+    const int64_t end = std::min(num_rows, (task + 1) * rows_per_task);
+    for (int64_t row = task * rows_per_task; row < end; row++) work(row);
+  });
+}
+
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  const int64_t size = x.size(-1), heads = x.dim() == 3 ? x.size(1) : 1;
+  TORCH_CHECK(x.stride(-1) == 1 && (x.dim() == 2 || x.stride(1) == size));
+  at::Tensor out = at::empty(x.sizes(), x.options());
+  const int64_t stride = x.stride(0);
+  const float* all = x.const_data_ptr<float>();
+  const float* w = weight.const_data_ptr<float>();
+  float* to_all = out.mutable_data_ptr<float>();
+  over_rows(x.size(0) * heads, size, [&](int64_t row) {
+    const float* from = all + row / heads * stride + row % heads * size;
+    float* to = to_all + row * size;
+    Vec squares{};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+      const Vec v = load(from + i);
+      squares += v * v;
+    }
+    if (i < size) {
+      const Vec v = load_some(from + i, size - i);
+      squares += v * v;
+    }
+    const float scale = 1.0f / std::sqrt(sum(squares) / size + static_cast<float>(eps));
+    for (i = 0; i < size; i++) to[i] = from[i] * scale * w[i];
+  });
+  return out;
+}
+
+INLINE Vec swiglu(Vec gate, Vec up) { return gate / (1.0f + exp(-gate)) * up; }
+
+at::Tensor silu_and_mul(const at::Tensor& gate_up) {
+  TORCH_CHECK(gate_up.is_contiguous());
+  const int64_t num_rows = gate_up.size(0), size = gate_up.size(1) / 2;
+  at::Tensor out = at::empty({num_rows, size}, gate_up.options());
+  const float* all = gate_up.const_data_ptr<float>();
+  float* to_all = out.mutable_data_ptr<float>();
+  over_rows(num_rows, size, [&](int64_t row) {
+    const float *gate = all + row * size * 2, *up = gate + size;
+    float* to = to_all + row * size;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(to + i, swiglu(load(gate + i), load(up + i)));
+    if (i < size) {
+      const Vec result = swiglu(load_some(gate + i, size - i), load_some(up + i, size - i));
+      std::memcpy(to + i, &result, (size - i) * sizeof(float));
+    }
+  });
+  return out;
+}
+
+void rotate(const at::Tensor& heads, const at::Tensor& cos, const at::Tensor& sin) {
+  const int64_t num_heads = heads.size(1), size = heads.size(2), half = size / 2;
+  TORCH_CHECK(heads.stride(2) == 1 && heads.stride(1) == size);
+  const int64_t stride = heads.stride(0);
+  float* all = heads.mutable_data_ptr<float>();
+  const float *all_cos = cos.const_data_ptr<float>(), *all_sin = sin.const_data_ptr<float>();
+  over_rows(heads.size(0), num_heads * size, [&](int64_t token) {
+    const float *c = all_cos + token * half, *s = all_sin + token * half;
+    for (int64_t head = 0; head < num_heads; head++) {
+      float *first = all + token * stride + head * size, *second = first + half;
+      for (int64_t i = 0; i < half; i++) {
+        const float a = first[i], b = second[i];
+        first[i] = a * c[i] - b * s[i];
+        second[i] = b * c[i] + a * s[i];
+      }
+    }
+  });
+}
+
+// ------------------------------------------------------------------------------------ attention
+//
+// One call for the ragged batch of a step: keys and values are written into the paged cache, then
+// each query sees its sequence in place. The query heads that share a KV head, and neighbouring
+// tokens of a chunk, are the rows of one small matrix, which sees the context in steps of 64 tokens
+// with the online softmax (https://arxiv.org/abs/1805.02867):
+//
+//   positions   0      64     128    ...                        512            ...
+//   context     |tile 0|tile 1|tile 2| ...              |tile 7||tile 8| ...
+//               |═══════════ segment 0 ════════════════════════||══ segment 1 ══ ...
+//
+// A segment is summed up by itself, and segments are merged in order, so that the segments of one
+// long sequence can be shared among threads. Where tiles and segments begin depends on positions
+// alone, and what a query must not see adds exact zeros: so a query gets the same bits in a chunk,
+// alone, and in any batch.
+
+constexpr int64_t KV_TILE = 64, TILE_VECS = KV_TILE / LANES, SEGMENT = 512;
+constexpr float NOTHING = -1e30f;  // the maximum of no scores: finite, so that differences are
+
+struct Cache {
+  char* base;  // of the layer's keys in block 0
+  int64_t block_bytes, values_bytes;  // from block to block, from keys to values
+  int64_t block_size, num_heads, head_dim;
+  bool is_bf16;
+
+  int64_t row_bytes() const { return head_dim * (is_bf16 ? 2 : 4); }
+
+  char* slot(int64_t block, int64_t offset, int64_t head) const {
+    const int64_t number = (offset * num_heads + head) * head_dim;
+    return base + block * block_bytes + number * (is_bf16 ? 2 : 4);
+  }
+};
+
+struct Step {
+  Cache cache;
+  const float *query, *key, *value;
+  int64_t query_stride, key_stride, value_stride;  // from token to token
+  float* out;                                      // [num_tokens, num_heads, head_dim]
+  const int32_t *query_starts, *context_lens, *tables;
+  int64_t table_width, num_seqs, group;  // query heads of a KV head
+  int64_t window;                        // tokens that are seen
+  float scale;
+};
+
+INLINE uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);  // NaN
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void write_numbers(const float* from, char* to, int64_t count, bool is_bf16) {
+  if (!is_bf16) {
+    std::memcpy(to, from, count * sizeof(float));
+    return;
+  }
+  auto* out = reinterpret_cast<uint16_t*>(to);
+  for (int64_t i = 0; i < count; i++) out[i] = to_bf16(from[i]);
+}
+
+void write_token(const Step& step, int64_t seq, int64_t token) {
+  const Cache& cache = step.cache;
+  const int64_t position = step.context_lens[seq] - step.query_starts[seq + 1] + token;
+  const int64_t block = step.tables[seq * step.table_width + position / cache.block_size];
+  char* keys = cache.slot(block, position % cache.block_size, 0);
+  const int64_t count = cache.num_heads * cache.head_dim;
+  write_numbers(step.key + token * step.key_stride, keys, count, cache.is_bf16);
+  write_numbers(step.value + token * step.value_stride, keys + cache.values_bytes, count,
+                cache.is_bf16);
+}
+
+// Rows of numbers of one KV head, each padded to whole vectors.
+void read_row(const char* from, float* to, int64_t count, bool is_bf16) {
+  if (!is_bf16) {
+    std::memcpy(to, from, count * sizeof(float));
+    return;
+  }
+  const auto* numbers = reinterpret_cast<const uint16_t*>(from);
+  for (int64_t i = 0; i < count; i++) {
+    const uint32_t bits = static_cast<uint32_t>(numbers[i]) << 16;
+    std::memcpy(to + i, &bits, 4);
+  }
+}
+
+// Rows of 16 numbers become columns: squares of `D` change places, for D = 8, 4, 2, 1.
+template <int D>
+INLINE void swap_squares(Vec rows[LANES]) {
+#define LOW(lane) (((lane) & D) ? (lane) - D + 16 : (lane))
+#define HIGH(lane) (((lane) & D) ? (lane) + 16 : (lane) + D)
+#define ALL(of)                                                                                 \
+  of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7), of(8), of(9), of(10), of(11), of(12), \
+      of(13), of(14), of(15)
+  for (int i = 0; i < LANES; i++) {
+    if (i & D) continue;
+    const Vec a = rows[i], b = rows[i + D];
+    rows[i] = __builtin_shufflevector(a, b, ALL(LOW));
+    rows[i + D] = __builtin_shufflevector(a, b, ALL(HIGH));
+  }
+#undef LOW
+#undef HIGH
+#undef ALL
+}
+
+INLINE void transpose(Vec rows[LANES]) {
+  swap_squares<8>(rows);
+  swap_squares<4>(rows);
+  swap_squares<2>(rows);
+  swap_squares<1>(rows);
+}
+
+// The visible part of a tile of the context, for one KV head.
+struct Tile {
+  float* keys;           // [head_dim][64]: transposed, and zeros up to a whole vector
+  const float* values[KV_TILE];
+  int64_t num_tokens;
+  const char* next[KV_TILE];  // the keys of the next tile's tokens
+  int64_t num_next;
+
+  void fill(const Step& step, int64_t seq, int64_t head, int64_t start, int64_t end,
+            float* value_buffer) {
+    const Cache& cache = step.cache;
+    const int64_t padded = div_up(cache.head_dim, LANES) * LANES;
+    const bool in_place = !cache.is_bf16 && padded == cache.head_dim;
+    const char* rows[KV_TILE];
+    num_tokens = end - start;
+    find_rows(step, seq, head, start, rows);
+    for (int64_t t = 0; t < num_tokens; t++) {
+      const char* from = rows[t] + cache.values_bytes;
+      values[t] = reinterpret_cast<const float*>(from);
+      if (in_place) continue;
+      float* to = value_buffer + t * padded;
+      std::fill(to + cache.head_dim, to + padded, 0.0f);
+      read_row(from, to, cache.head_dim, cache.is_bf16);
+      values[t] = to;
+    }
+    for (int64_t t = 0; t < num_tokens; t += LANES) {
+      const int64_t count = std::min(LANES, num_tokens - t);
+      for (int64_t d = 0; d < cache.head_dim; d += LANES) {
+        const int64_t size = std::min(LANES, cache.head_dim - d);
+        Vec block[LANES];
+        for (int64_t i = 0; i < LANES; i++) {
+          block[i] = Vec{};
+          if (i >= count) continue;
+          if (!cache.is_bf16 && size == LANES) {
+            block[i] = load(reinterpret_cast<const float*>(rows[t + i]) + d);
+          } else {
+            float numbers[LANES] = {};
+            read_row(rows[t + i] + d * (cache.is_bf16 ? 2 : 4), numbers, size, cache.is_bf16);
+            block[i] = load(numbers);
+          }
+        }
+        transpose(block);
+        for (int64_t i = 0; i < size; i++) store(keys + (d + i) * KV_TILE + t, block[i]);
+      }
+    }
+  }
+
+  // Where the keys of the tile's tokens are, and of the next one's.
+  void find_rows(const Step& step, int64_t seq, int64_t head, int64_t start, const char** rows) {
+    const Cache& cache = step.cache;
+    const int32_t* table = step.tables + seq * step.table_width;
+    const int64_t row_bytes = cache.row_bytes() * cache.num_heads;
+    const int64_t both = std::min(step.context_lens[seq] - start, num_tokens + KV_TILE);
+    int64_t block = start / cache.block_size, offset = start % cache.block_size;
+    for (int64_t t = 0; t < both; block++, offset = 0) {
+      const char* row = cache.slot(table[block], offset, head);
+      const int64_t end = std::min(both, t + cache.block_size - offset);
+      for (; t < end; t++, row += row_bytes) (t < num_tokens ? rows[t] : next[t - num_tokens]) = row;
+    }
+    num_next = both - num_tokens;
+  }
+
+  // Bring a token of the next tile nearer: done one by one, while there is arithmetic to do.
+  INLINE void prefetch(const Cache& cache, const char* keys) {
+    for (int64_t line = 0; line < cache.row_bytes(); line += LINE) {
+      __builtin_prefetch(keys + line, 0, 2);
+      __builtin_prefetch(keys + cache.values_bytes + line, 0, 2);
+    }
+  }
+};
+
+// scores[m][16 * VECS] = query[m] times the keys of a tile.
+template <int M, int VECS>
+INLINE void score(const float* query, const Tile& tile, const Cache& cache, int64_t num_next,
+                  float* scores) {
+  Vec acc[M][VECS];
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < VECS; j++) acc[m][j] = Vec{};
+  for (int64_t d = 0; d < cache.head_dim; d++) {
+    if (d < num_next) Tile::prefetch(cache, tile.next[d]);
+    Vec b[VECS];
+    for (int j = 0; j < VECS; j++) b[j] = load(tile.keys + d * KV_TILE + j * LANES);
+    for (int m = 0; m < M; m++) {
+      const Vec a = broadcast(query[m * cache.head_dim + d]);
+      for (int j = 0; j < VECS; j++) acc[m][j] += a * b[j];
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < VECS; j++) store(scores + m * KV_TILE + j * LANES, acc[m][j]);
+}
+
+// sums[m] += weights[m] times the values of a tile, for VECS * 16 numbers of them.
+template <int M, int VECS>
+INLINE void weigh(const float* weights, const float* const* values, int64_t num_tokens,
+                  int64_t at, float* sums, int64_t stride) {
+  Vec acc[M][VECS];
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < VECS; j++) acc[m][j] = load(sums + m * stride + at + j * LANES);
+  for (int64_t t = 0; t < num_tokens; t++) {
+    Vec b[VECS];
+    for (int j = 0; j < VECS; j++) b[j] = load(values[t] + at + j * LANES);
+    for (int m = 0; m < M; m++) {
+      const Vec a = broadcast(weights[m * KV_TILE + t]);
+      for (int j = 0; j < VECS; j++) acc[m][j] += a * b[j];
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < VECS; j++) store(sums + m * stride + at + j * LANES, acc[m][j]);
+}
+
+// What some rows have seen so far: the weighted sum of values, the sum of weights, and the largest
+// score, to which weights are relative.
+struct Partial {
+  float* sums;     // [rows][padded]
+  float* totals;   // [rows][16]: a lane for each token modulo 16
+  float* maxima;   // [rows]
+  int64_t padded;  // numbers of a head, in whole vectors
+
+  static int64_t size(int64_t rows, int64_t padded) { return rows * (padded + LANES + 1); }
+
+  static Partial in(float* memory, int64_t rows, int64_t padded) {
+    return {memory, memory + rows * padded, memory + rows * (padded + LANES), padded};
+  }
+
+  void clear(int64_t rows) {
+    std::fill(sums, sums + rows * (padded + LANES), 0.0f);
+    std::fill(maxima, maxima + rows, NOTHING);
+  }
+
+  INLINE void scale_row(float* sums, float* totals, int64_t padded, Vec factor) {
+    for (int64_t i = 0; i < padded; i += LANES) store(sums + i, load(sums + i) * factor);
+    store(totals, load(totals) * factor);
+  }
+
+  void merge(const Partial& later, int64_t rows) {
+    for (int64_t row = 0; row < rows; row++) {
+      const float maximum = std::max(maxima[row], later.maxima[row]);
+      const Vec mine = exp(broadcast(maxima[row] - maximum));
+      const Vec its = exp(broadcast(later.maxima[row] - maximum));
+      scale_row(sums + row * padded, totals + row * LANES, padded, mine);
+      for (int64_t i = 0; i < padded; i += LANES) {
+        float* to = sums + row * padded + i;
+        store(to, load(to) + load(later.sums + row * padded + i) * its);
+      }
+      float* to = totals + row * LANES;
+      store(to, load(to) + load(later.totals + row * LANES) * its);
+      maxima[row] = maximum;
+    }
+  }
+};
+
+// Some neighbouring tokens of one sequence, and the query heads of one KV head.
+struct Item {
+  int64_t seq, head, first, last;  // tokens of the packed batch, `last` not included
+
+  int64_t rows(const Step& step) const { return (last - first) * step.group; }
+  int64_t position(const Step& step, int64_t token) const {
+    return step.context_lens[seq] - step.query_starts[seq + 1] + token;
+  }
+  int64_t begin(const Step& step) const {  // the first position that any of them sees
+    return std::max<int64_t>(0, position(step, first) - step.window + 1);
+  }
+  int64_t end(const Step& step) const { return position(step, last - 1) + 1; }
+};
+
+// M rows of an item see a tile of at most 16 * VECS tokens.
+template <int M, int VECS>
+void attend_rows(const Step& step, const Tile& tile, int64_t start, const int64_t* positions,
+                 const float* query, Partial& partial, int64_t row, float* scores) {
+  const int64_t padded = partial.padded;
+  score<M, VECS>(query + row * step.cache.head_dim, tile, step.cache, row == 0 ? tile.num_next : 0,
+                 scores);
+  float* sums = partial.sums + row * padded;
+  const IntVec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int m = 0; m < M; m++) {
+    const int64_t last = positions[row + m] - start;  // of the tile's tokens that it sees
+    const int64_t first = last - step.window + 1;
+    Vec s[VECS];
+    Vec largest_s = broadcast(NOTHING);
+    for (int j = 0; j < VECS; j++) {
+      s[j] = load(scores + m * KV_TILE + j * LANES);
+      if (last < VECS * LANES - 1 || first > 0) {
+        const IntVec t = lanes + static_cast<int32_t>(j * LANES);
+        const IntVec seen = (t <= static_cast<int32_t>(std::min(last, KV_TILE))) &
+                            (t >= static_cast<int32_t>(std::clamp<int64_t>(first, 0, KV_TILE)));
+        s[j] = seen ? s[j] : broadcast(-INFINITY);
+      }
+      largest_s = larger(s[j], largest_s);
+    }
+    float* maximum = partial.maxima + row + m;
+    const float new_maximum = std::max(*maximum, largest(largest_s));
+    float* totals = partial.totals + (row + m) * LANES;
+    if (new_maximum != *maximum) {
+      const Vec factor = exp(broadcast(*maximum - new_maximum));
+      Partial::scale_row(sums + m * padded, totals, padded, factor);
+      *maximum = new_maximum;
+    }
+    Vec total = load(totals);
+    for (int j = 0; j < VECS; j++) {
+      const Vec weight = exp(s[j] - new_maximum);
+      total += weight;
+      store(scores + m * KV_TILE + j * LANES, weight);
+    }
+    store(totals, total);
+  }
+  int64_t at = 0;
+  for (; at + 4 * LANES <= padded; at += 4 * LANES)
+    weigh<M, 4>(scores, tile.values, tile.num_tokens, at, sums, padded);
+  for (; at < padded; at += LANES)
+    weigh<M, 1>(scores, tile.values, tile.num_tokens, at, sums, padded);
+}
+
+template <int M>
+void attend_some_rows(const Step& step, const Tile& tile, int64_t start, const int64_t* positions,
+                      const float* query, Partial& partial, int64_t row, float* scores) {
+  switch (div_up(tile.num_tokens, LANES)) {
+    case 1: return attend_rows<M, 1>(step, tile, start, positions, query, partial, row, scores);
+    case 2: return attend_rows<M, 2>(step, tile, start, positions, query, partial, row, scores);
+    case 3: return attend_rows<M, 3>(step, tile, start, positions, query, partial, row, scores);
+    default: return attend_rows<M, 4>(step, tile, start, positions, query, partial, row, scores);
+  }
+}
+
+// One segment of the context, seen by all rows of an item.
+void attend_segment(const Step& step, const Item& item, int64_t segment, Partial& partial) {
+  const Cache& cache = step.cache;
+  const int64_t rows = item.rows(step), head_dim = cache.head_dim;
+  float* query = scratch(1, rows * head_dim + head_dim * KV_TILE + KV_TILE * partial.padded +
+                                TILE_M * KV_TILE);
+  Tile tile;
+  tile.keys = query + rows * head_dim;
+  float* value_buffer = tile.keys + head_dim * KV_TILE;
+  float* scores = value_buffer + KV_TILE * partial.padded;
+  std::vector<int64_t> positions(rows);
+  for (int64_t row = 0; row < rows; row++) {
+    const int64_t token = item.first + row / step.group;
+    const float* from = step.query + token * step.query_stride +
+                        (item.head * step.group + row % step.group) * head_dim;
+    for (int64_t d = 0; d < head_dim; d++) query[row * head_dim + d] = from[d] * step.scale;
+    positions[row] = item.position(step, token);
+  }
+  partial.clear(rows);
+  const int64_t end = std::min(item.end(step), (segment + 1) * SEGMENT);
+  int64_t start = std::max(item.begin(step) / KV_TILE * KV_TILE, segment * SEGMENT);
+  for (; start < end; start += KV_TILE) {
+    tile.fill(step, item.seq, item.head, start, std::min(end, start + KV_TILE), value_buffer);
+    for (int64_t row = 0; row < rows; row += TILE_M) {
+      const auto attend = [&](auto count) {
+        attend_some_rows<count()>(step, tile, start, positions.data(), query, partial, row, scores);
+      };
+      switch (std::min(TILE_M, rows - row)) {
+        case 6: attend(std::integral_constant<int, 6>{}); break;
+        case 5: attend(std::integral_constant<int, 5>{}); break;
+        case 4: attend(std::integral_constant<int, 4>{}); break;
+        case 3: attend(std::integral_constant<int, 3>{}); break;
+        case 2: attend(std::integral_constant<int, 2>{}); break;
+        case 1: attend(std::integral_constant<int, 1>{}); break;
+      }
+    }
+  }
+}
+
+void write_result(const Step& step, const Item& item, const Partial& seen) {
+  const int64_t head_dim = step.cache.head_dim, num_heads = step.cache.num_heads * step.group;
+  for (int64_t row = 0; row < item.rows(step); row++) {
+    const int64_t token = item.first + row / step.group;
+    float* to = step.out + (token * num_heads + item.head * step.group + row % step.group) * head_dim;
+    const float total = sum(load(seen.totals + row * LANES));
+    for (int64_t d = 0; d < head_dim; d++) to[d] = seen.sums[row * seen.padded + d] / total;
+  }
+}
+
+constexpr int64_t ROWS_PER_ITEM = 96;
+
+std::vector<Item> items_of(const Step& step) {
+  const int64_t tokens = std::max<int64_t>(1, ROWS_PER_ITEM / step.group);
+  std::vector<Item> items;
+  for (int64_t seq = 0; seq < step.num_seqs; seq++) {
+    // The last tokens of a chunk see most: they come first, so that no thread is late with them.
+    const int64_t begin = step.query_starts[seq], end = step.query_starts[seq + 1];
+    for (int64_t last = end; last > begin; last -= tokens)
+      for (int64_t head = 0; head < step.cache.num_heads; head++)
+        items.push_back({seq, head, std::max(begin, last - tokens), last});
+  }
+  return items;
+}
+
+void attend_item(const Step& step, const Item& item) {
+  const int64_t rows = item.rows(step), padded = div_up(step.cache.head_dim, LANES) * LANES;
+  const int64_t size = Partial::size(rows, padded);
+  float* memory = scratch(2, 2 * size);
+  Partial seen = Partial::in(memory, rows, padded);
+  Partial next = Partial::in(memory + size, rows, padded);
+  seen.clear(rows);
+  for (int64_t s = item.begin(step) / SEGMENT; s * SEGMENT < item.end(step); s++) {
+    attend_segment(step, item, s, next);
+    seen.merge(next, rows);
+  }
+  write_result(step, item, seen);
+}
+
+// As `attend_item`, with one task for each segment, and the merging after that.
+void attend_in_segments(const Step& step, const std::vector<Item>& items) {
+  const int64_t padded = div_up(step.cache.head_dim, LANES) * LANES;
+  struct Task {
+    size_t item;
+    int64_t segment;
+    int64_t offset;
+  };
+  std::vector<Task> tasks;
+  int64_t offset = 0;
+  for (size_t i = 0; i < items.size(); i++) {
+    for (int64_t s = items[i].begin(step) / SEGMENT; s * SEGMENT < items[i].end(step); s++) {
+      tasks.push_back({i, s, offset});
+      offset += Partial::size(items[i].rows(step), padded);
+    }
+  }
+  std::vector<float> memory(offset);
+  const auto partial = [&](const Task& task) {
+    return Partial::in(memory.data() + task.offset, items[task.item].rows(step), padded);
+  };
+  parallel(tasks.size(), [&](int64_t task) {
+    Partial mine = partial(tasks[task]);
+    attend_segment(step, items[tasks[task].item], tasks[task].segment, mine);
+  });
+  for (size_t t = 0; t < tasks.size();) {
+    const Item& item = items[tasks[t].item];
+    const int64_t rows = item.rows(step);
+    Partial seen = Partial::in(scratch(2, Partial::size(rows, padded)), rows, padded);
+    seen.clear(rows);
+    const size_t of = tasks[t].item;
+    for (; t < tasks.size() && tasks[t].item == of; t++) seen.merge(partial(tasks[t]), rows);
+    write_result(step, item, seen);
+  }
+}
+
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const at::Tensor& layer, const at::Tensor& query_starts,
+                     const at::Tensor& context_lens, const at::Tensor& tables, int64_t window) {
+  const int64_t num_heads = query.size(1), head_dim = query.size(2), num_kv_heads = key.size(1);
+  for (const auto& heads : {query, key, value})
+    TORCH_CHECK(heads.stride(2) == 1 && heads.stride(1) == head_dim, "heads must be side by side");
+  const bool is_bf16 = layer.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(is_bf16 || layer.scalar_type() == at::kFloat, "a cache of float32 or bfloat16");
+  const int64_t item_bytes = is_bf16 ? 2 : 4;
+  at::Tensor out = at::empty({query.size(0), num_heads, head_dim}, query.options());
+  const Step step{
+      {static_cast<char*>(layer.data_ptr()), layer.stride(0) * item_bytes,
+       layer.stride(1) * item_bytes, layer.size(2), num_kv_heads, head_dim, is_bf16},
+      query.const_data_ptr<float>(), key.const_data_ptr<float>(), value.const_data_ptr<float>(),
+      query.stride(0), key.stride(0), value.stride(0), out.mutable_data_ptr<float>(),
+      query_starts.const_data_ptr<int32_t>(), context_lens.const_data_ptr<int32_t>(),
+      tables.const_data_ptr<int32_t>(), tables.size(1), context_lens.size(0),
+      num_heads / num_kv_heads, window > 0 ? window : INT64_MAX / 2,
+      1.0f / std::sqrt(static_cast<float>(head_dim))};
+  const auto write = [&](int64_t seq) {
+    for (int64_t t = step.query_starts[seq]; t < step.query_starts[seq + 1]; t++)
+      write_token(step, seq, t);
+  };
+  if (query.size(0) <= 64) {
+    for (int64_t seq = 0; seq < step.num_seqs; seq++) write(seq);
+  } else {
+    parallel(step.num_seqs, write);
+  }
+  const std::vector<Item> items = items_of(step);
+  const int64_t num_threads = at::get_num_threads();
+  if (num_threads > 1 && static_cast<int64_t>(items.size()) < num_threads * 4) {
+    attend_in_segments(step, items);
+  } else {
+    parallel(items.size(), [&](int64_t task) { attend_item(step, items[task]); });
+  }
+  return out;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  module.def("linear", &linear, no_gil);
+  module.def("linear_int8", &linear_int8, no_gil);
+  module.def("rms_norm", &rms_norm, no_gil);
+  module.def("silu_and_mul", &silu_and_mul, no_gil);
+  module.def("rotate", &rotate, no_gil);
+  module.def("attention", &attention, no_gil);
+}

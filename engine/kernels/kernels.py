@@ -1,0 +1,60 @@
+"""The seam between models and what computes on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+INT8_GROUP = 64  # numbers of a row that share a scale
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """A weight `[out, in]` in 8 bits: number (o, i) is `values[o, i] * scales[o, i // 64]`."""
+
+    values: Tensor  # int8 [out, in]
+    scales: Tensor  # float32 [out, ceil(in / 64)]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        out_size, in_size = self.values.shape
+        return out_size, in_size
+
+
+LinearWeight = Tensor | Int8Weight
+
+
+class Kernels(Protocol):
+    """What a model computes with, besides attention. All take packed tokens `[num_tokens, ...]`."""
+
+    @property
+    def name(self) -> str:
+        """Under which people know it."""
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """`x` `[rows, in]` times `weight` `[out, in]` transposed, plus `bias` and `residual`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root mean square normalisation (https://arxiv.org/abs/1910.07467) of the last dimension.
+
+        `x` is `[rows, size]` or `[num_tokens, num_heads, head_dim]`, which may be part of a wider
+        tensor; the result is contiguous.
+        """
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """SwiGLU (https://arxiv.org/abs/2002.05202) of `[num_tokens, gate | up]`."""
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate number i of each head together with number i + head_dim / 2, in place.
+
+        `heads` `[num_tokens, num_heads, head_dim]` may be part of a wider tensor; `cos` and `sin`
+        are `[num_tokens, head_dim / 2]`. Returns `heads`.
+        """
