@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine import KVCacheConfig, StepRunner
+from kv_transfer import BlockCopier
 from protocol import Role
 
 
@@ -18,6 +19,7 @@ class NodeCompute:
     address: int
     owner: object
     fd: int | None = None  # of the memory, if other processes may map it
+    copier: BlockCopier | None = None  # of memory that is a GPU's
 
 
 RunnerFactory = Callable[[Role], NodeCompute]  # for one node after the other

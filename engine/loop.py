@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from kv_transfer import KVConnector
@@ -37,6 +37,26 @@ class LayeredRunner(StepRunner, Protocol):
     """
 
     on_layer: OnLayer | None
+
+
+class StepHandle(Protocol):
+    """A step that has been launched on a device, and is computed there."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait until it has been computed. Called once, by whichever thread may wait."""
+
+
+@runtime_checkable
+class LaunchingRunner(StepRunner, Protocol):
+    """A runner whose device has a queue: it takes on a step while the one before is computed.
+
+    `execute` is `launch(step).result()`. Steps are computed in the order in which they were
+    launched, and a token that one samples is there, on the device, for the next. If the runner is
+    a `LayeredRunner` too, `on_layer` is called within `result`, by the thread that waits there.
+    """
+
+    def launch(self, step: SchedulerOutput) -> StepHandle:
+        """Queue a step, without waiting for what is queued before it."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +135,6 @@ class Engine:
         output, transfers = step.output, KVConnectorOutput()
         if self.connector is not None:
             transfers = self.connector.get_finished()
-            output = ModelRunnerOutput(output.sampled_token_ids, transfers)
+            output = replace(output, kv_connector_output=transfers)
         updates = self.scheduler.update_from_output(step.scheduled, output)
         return StepResult(step.scheduled, updates, transfers, step.execute_s, in_flight)

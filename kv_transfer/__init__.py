@@ -1,11 +1,13 @@
 """How do blocks move? Connector, transports, the state machine of a hand-off."""
 
+from kv_transfer.block_copier import BlockCopier
 from kv_transfer.connector import BaseConnector, KVConnector
 from kv_transfer.custom import ConnectorContext, load_connector
 from kv_transfer.digest import Digester, ThreadDigester
 from kv_transfer.envelope import BadMessage, Envelopes, OtherVersion
 from kv_transfer.events import EventKind, HandoffEvent
 from kv_transfer.extents import Extents
+from kv_transfer.geometry import Runs
 from kv_transfer.handoff import HandoffConnector
 from kv_transfer.handoff_config import HandoffConfig, OnTransferFailure
 from kv_transfer.layout import BlockLayout, BlockPoolMemory, LayoutMismatch, PeerPool
@@ -29,6 +31,7 @@ __all__ = [
     "AutoTransport",
     "BadMessage",
     "BaseConnector",
+    "BlockCopier",
     "BlockLayout",
     "BlockPoolMemory",
     "ConnectorContext",
@@ -57,6 +60,7 @@ __all__ = [
     "PeerUnreachable",
     "Reason",
     "Received",
+    "Runs",
     "ThreadDigester",
     "Transport",
     "Write",

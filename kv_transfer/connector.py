@@ -12,7 +12,8 @@ orders that go with a step, and says what has ended. Around step n, with n + 1 p
 So nothing is computed in `start_load_kv` and `wait_for_save`: blocks are written in the first, and
 what a step has written can be read in the second, whoever owns the blocks by then. At any other
 time only blocks may be touched that are kept for the connector: those of a load under way, and
-those of a request for which `request_finished` said True.
+those of a request for which `request_finished` said True. (A device with a queue may compute n + 1
+while these two are called, if the connector allows it: `steps_may_overlap`.)
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ class KVConnector(SchedulerConnector, Protocol):
     @property
     def saves_layers(self) -> bool:
         """Whether `save_kv_layer` is to be called. Asked once, when the engine is made."""
+
+    @property
+    def steps_may_overlap(self) -> bool:
+        """Whether a device may go on to the next step before this one is saved. Asked once.
+
+        True: nothing of a step is read in `wait_for_save`, and nothing loaded in `start_load_kv`
+        is there for the same step. Then a step may be computed while these two are called, unless
+        it preempts a request. False is always right.
+        """
 
     def register_kv_caches(self, pool: BlockPoolMemory, on_activity: Callable[[], None], /) -> None:
         """This pool is read from and written to from now on.
@@ -105,6 +115,15 @@ class BaseConnector:
     def saves_layers(self) -> bool:
         """If a subclass overrides `save_kv_layer`, it wants to be called."""
         return type(self).save_kv_layer is not BaseConnector.save_kv_layer
+
+    @property
+    def steps_may_overlap(self) -> bool:
+        """Unless a subclass does something between two steps, of which nobody knows what."""
+        own = type(self)
+        return not self.saves_layers and (
+            (own.start_load_kv, own.wait_for_save)
+            == (BaseConnector.start_load_kv, BaseConnector.wait_for_save)
+        )
 
     def register_kv_caches(
         self, pool: BlockPoolMemory, on_activity: Callable[[], None] = lambda: None, /

@@ -55,6 +55,14 @@ def bytes_of(pool: BlockPoolMemory) -> memoryview:
     return memoryview((ctypes.c_char * pool.num_bytes).from_address(pool.address))
 
 
+def pool_digest(pool: BlockPoolMemory, runs: Runs) -> int:
+    """The checksum of these runs, which come to the host first if they are on another device."""
+    if pool.copier is None:
+        return digest_of(bytes_of(pool), runs)
+    memory = pool.copier.read(pool.address, runs)
+    return digest_of(memory, [(0, len(memory))])
+
+
 class ThreadDigester:
     """One thread for each node, outside the interpreter lock while it reads a block.
 
@@ -62,7 +70,7 @@ class ThreadDigester:
     """
 
     def __init__(self, pool: BlockPoolMemory, on_done: Callable[[], None]) -> None:
-        self._memory = bytes_of(pool)
+        self._pool = pool
         self._on_done = on_done
         self._waiting: queue.SimpleQueue[Digest | None] = queue.SimpleQueue()
         self._closed = False
@@ -82,6 +90,8 @@ class ThreadDigester:
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
+        if self._pool.copier is not None:
+            self._pool.copier.enter_thread()
         while (digest := self._waiting.get()) is not None and not self._closed:
-            digest.values = tuple(digest_of(self._memory, runs) for runs in digest.blocks)
+            digest.values = tuple(pool_digest(self._pool, runs) for runs in digest.blocks)
             self._on_done()

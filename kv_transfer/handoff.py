@@ -226,6 +226,14 @@ class HandoffConnector(BaseConnector):
     def saves_layers(self) -> bool:
         return self.config.layerwise
 
+    @property
+    def steps_may_overlap(self) -> bool:
+        """Blocks are read while they are kept for a request, and loads are asynchronous.
+
+        Not layer by layer: the layers that are told of are those of the step that has begun.
+        """
+        return not self.config.layerwise
+
     def save_kv_layer(self, layer: int) -> None:
         """This layer of the step that runs is in the pool: it may travel."""
         self._layers_done = layer + 1

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from protocol import KvrelayError
+
+if TYPE_CHECKING:
+    from kv_transfer.block_copier import BlockCopier
 
 # Blocks of two nodes may hold different numbers of tokens: rows are what moves then.
 _MAY_DIFFER = frozenset({"block_size", "bytes_per_block"})
@@ -82,6 +85,7 @@ class BlockPoolMemory:
     owner: Any = None  # keeps the memory alive as long as somebody may copy
     fd: int | None = None  # of the memory, if other processes may map it
     device: str = "cpu"  # or cuda:N
+    copier: BlockCopier | None = None  # of memory that is not the host's
 
     @property
     def shape(self) -> PeerPool:

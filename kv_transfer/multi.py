@@ -26,6 +26,7 @@ class MultiConnector:
     def __init__(self, children: Sequence[KVConnector]) -> None:
         self.children = tuple(children)
         self.saves_layers = any(child.saves_layers for child in children)
+        self.steps_may_overlap = all(child.steps_may_overlap for child in children)
         self._layerwise = tuple(child for child in children if child.saves_layers)
         # Children by their number.
         self._loader: dict[str, int] = {}  # who has something for a request, until it is admitted

@@ -14,7 +14,13 @@ from typing import NamedTuple, TypeVar
 
 from kv_transfer.extents import Extents
 from kv_transfer.layout import BlockLayout, BlockPoolMemory, PeerPool
-from kv_transfer.transport import PeerLost, PeerUnreachable, Received, WriteState
+from kv_transfer.transport import (
+    PeerLost,
+    PeerRefused,
+    PeerUnreachable,
+    Received,
+    WriteState,
+)
 from kv_transfer.transports.copy_thread import CopyExtents, CopyThread, CopyWrite, copy_extents
 from kv_transfer.wire import MAX_MESSAGE_BYTES
 from protocol import HandoffTicket
@@ -113,7 +119,11 @@ class MemoryTransport:
             self._lose(peer, error)
 
     def peer_pool(self, peer: str) -> PeerPool:
-        return self._hub.find(peer).pool.shape
+        """As Transport. Pools of one process move KV where they are on one device."""
+        pool = self._hub.find(peer).pool
+        if pool.device != self.pool.device:
+            raise PeerRefused(f"{peer} has its pool on {pool.device}, not {self.pool.device}")
+        return pool.shape
 
     def open(self, ticket: HandoffTicket, peer: str, block_ids: Sequence[int]) -> None:
         with self._lock:
@@ -171,10 +181,15 @@ class MemoryTransport:
         if not target._begin_write(self.endpoint, write):
             return WriteState.FAILED
         try:
-            self._copy_extents(write.extents, self.pool.address, target.pool.address)
+            self._copy_bytes(write.extents, self.pool.address, target.pool.address)
         finally:
             target._end_write(write)
         return WriteState.DONE
+
+    @property
+    def _copy_bytes(self) -> CopyExtents:
+        copier = self.pool.copier
+        return self._copy_extents if copier is None else copier.copy
 
     def _begin_write(self, writer: str, write: CopyWrite) -> bool:
         """As the target: whether this write is allowed. If so, fences wait for its end."""

@@ -131,6 +131,8 @@ class NixlTransport:
 
     def register(self, pool: BlockPoolMemory, on_activity: Callable[[], None]) -> None:
         """As Transport. Raises ConfigError: UCX finds no device, or cannot take this memory."""
+        self.config.check_reaches(pool.device)
+        _enter_thread(pool)
         self._pool = pool
         self._on_activity = on_activity
         self._spare = self._open_writer()  # sooner than needed, so that what is wrong is said now
@@ -288,6 +290,7 @@ class NixlTransport:
         self._awake.set()
 
     def _run(self) -> None:
+        _enter_thread(self._pool)
         try:
             self._work()
         finally:
@@ -495,6 +498,12 @@ class NixlTransport:
             logger.warning("%s can write no more: %s", peer, error)
             self._close_door(peer)
             return True
+
+
+def _enter_thread(pool: BlockPoolMemory) -> None:
+    """UCX needs the device's context in each thread that calls it, and makes none."""
+    if pool.copier is not None:
+        pool.copier.enter_thread()
 
 
 def needs_our_agent(own: ProcessIdentity, peer: Passport, device: str) -> bool:

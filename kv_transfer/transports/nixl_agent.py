@@ -87,6 +87,19 @@ class NixlConfig:
             settings.append(f"NET_DEVICES={device}")
         return ",".join(settings)
 
+    def check_reaches(self, device: str) -> None:
+        """Raise ConfigError if UCX, so restricted, cannot touch memory of this device.
+
+        It copies out of and into a GPU by `cuda_copy` and `cuda_ipc`, which are transports too.
+        """
+        by_name = self.transports != "all" and not self.transports.startswith("^")
+        if device != "cpu" and (by_name or "cuda" in self.transports):
+            raise ConfigError(
+                "nixl_transports",
+                f"{self.transports!r} leaves out what UCX needs for memory of {device}; "
+                "leave it at `all`, or leave out one that is not for CUDA, such as ^sm",
+            )
+
 
 def _device_of(address: str) -> str:
     """The network device that has this address."""

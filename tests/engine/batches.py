@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.model_runner import ModelRunner
-from protocol import SamplingParams
+from engine import StepRunner
+from protocol import SamplingParams, TokenLogprobs
 from scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1_000)
@@ -23,6 +23,7 @@ class Drive:
     num_computed: int = 0
     num_prompt_tokens: int | None = None
     output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     is_known: bool = False
 
     def __post_init__(self) -> None:
@@ -34,7 +35,7 @@ class Drive:
         return len(self.token_ids) - self.num_computed
 
 
-def step(runner: ModelRunner, scheduled: Sequence[tuple[Drive, int]]) -> dict[str, Sequence[int]]:
+def step(runner: StepRunner, scheduled: Sequence[tuple[Drive, int]]) -> dict[str, Sequence[int]]:
     """Compute the given number of tokens of each request and note what was sampled."""
     output = SchedulerOutput()
     for drive, num_tokens in scheduled:
@@ -46,16 +47,18 @@ def step(runner: ModelRunner, scheduled: Sequence[tuple[Drive, int]]) -> dict[st
         else:
             output.scheduled_new_reqs.append(_new(drive))
             drive.is_known = True
-    sampled = runner.execute(output).sampled_token_ids
+    computed = runner.execute(output)
+    sampled = computed.sampled_token_ids
     for drive, num_tokens in scheduled:
         drive.num_computed += num_tokens
         drive.token_ids += sampled.get(drive.request_id, ())
         drive.output += sampled.get(drive.request_id, ())
+        drive.logprobs += computed.logprobs.get(drive.request_id, ())
     return dict(sampled)
 
 
 def generate(
-    runner: ModelRunner, drives: Sequence[Drive], num_tokens: int, chunk: int = 1_000_000
+    runner: StepRunner, drives: Sequence[Drive], num_tokens: int, chunk: int = 1_000_000
 ) -> None:
     """Run all requests together, `chunk` prompt tokens a step, until each has its output."""
     while running := [drive for drive in drives if len(drive.output) < num_tokens]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -250,3 +251,184 @@ def test_a_model_that_breaks_is_noticed_by_the_next_round() -> None:
         engine.step()
     engine.close()
     assert not [t for t in threading.enumerate() if "runner" in t.name]
+
+
+class QueuedHandle:
+    """A step that the device computes when it is let."""
+
+    def __init__(self, compute: Callable[[], ModelRunnerOutput]) -> None:
+        self.gate = threading.Semaphore(0)
+        self._compute = compute
+
+    def result(self) -> ModelRunnerOutput:
+        assert self.gate.acquire(timeout=TIMEOUT_S)
+        return self._compute()
+
+
+class QueuedRunner(HashRunner):
+    """Takes steps on at once; the device computes them in order when their results are read."""
+
+    def __init__(self) -> None:
+        super().__init__(KV_CACHE)
+        self.launched: queue.Queue[QueuedHandle] = queue.Queue()
+        self.num_launched = 0
+
+    def launch(self, step: Step) -> QueuedHandle:
+        handle = QueuedHandle(lambda: super(QueuedRunner, self).execute(step))
+        self.num_launched += 1
+        if step.num_scheduled_tokens:
+            self.launched.put(handle)
+        else:
+            handle.gate.release()  # nothing to do takes no time
+        return handle
+
+
+def let_all(runner: QueuedRunner) -> threading.Thread:
+    """A device that computes whatever comes, until None does."""
+
+    def compute() -> None:
+        while (handle := runner.launched.get(timeout=TIMEOUT_S)) is not None:
+            handle.gate.release()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    return thread
+
+
+def launched_ahead(connector: Any = None) -> int:
+    """How many steps are launched while the device has computed none of them."""
+    runner = QueuedRunner()
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_blocks=65), connector)
+    engine = PipelinedEngine(scheduler, runner, connector)
+    scheduler.add_request(request("a", 3))
+    engine.step()
+    first = runner.launched.get(timeout=TIMEOUT_S)
+    round_ = threading.Thread(target=engine.step)
+    round_.start()
+    try:
+        second = runner.launched.get(timeout=TIMEOUT_S if connector is None else 0.2)
+    except queue.Empty:
+        return 1
+    else:
+        second.gate.release()
+        return 2
+    finally:
+        first.gate.release()
+        rest = let_all(runner)
+        round_.join(TIMEOUT_S)
+        engine.close()
+        runner.launched.put(None)  # type: ignore[arg-type]
+        rest.join(TIMEOUT_S)
+
+
+class Overlapping(BaseConnector):
+    """Has nothing to do between two steps; notes when it is told of one."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    @property
+    def steps_may_overlap(self) -> bool:
+        return True
+
+    def start_load_kv(self, meta: object) -> None:
+        self.calls.append("begin")
+
+    def wait_for_save(self) -> None:
+        self.calls.append("save")
+
+
+def test_a_device_with_a_queue_has_the_next_step_before_it_has_computed_this_one() -> None:
+    assert launched_ahead() == 2
+    connector = Overlapping()
+    assert launched_ahead(connector) == 2
+
+
+def test_no_step_is_launched_ahead_of_what_has_to_be_done_between_two() -> None:
+    class Saving(BaseConnector):
+        def wait_for_save(self) -> None:
+            pass
+
+    class Loading(BaseConnector):
+        def start_load_kv(self, meta: object) -> None:
+            pass
+
+    class Layers(BaseConnector):
+        def save_kv_layer(self, layer: int) -> None:
+            pass
+
+    for connector in (Saving(), Loading(), Layers()):
+        assert not connector.steps_may_overlap
+        assert launched_ahead(connector) == 1
+    assert BaseConnector().steps_may_overlap
+
+
+def test_a_step_begins_for_the_connector_when_the_one_before_has_been_computed() -> None:
+    connector, runner = Overlapping(), QueuedRunner()
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_blocks=65), connector)
+    engine = PipelinedEngine(scheduler, runner, connector)
+    scheduler.add_request(request("a", 3))
+    engine.step()
+    first = runner.launched.get(timeout=TIMEOUT_S)
+    round_ = threading.Thread(target=engine.step)
+    round_.start()
+    second = runner.launched.get(timeout=TIMEOUT_S)
+    assert connector.calls == ["begin"]  # the second is launched, but the first still runs
+    first.gate.release()
+    round_.join(TIMEOUT_S)
+    assert connector.calls == ["begin", "save", "begin"]
+    second.gate.release()
+    engine.close()
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_the_tokens_of_steps_that_are_launched_ahead_are_right(connected: bool) -> None:
+    """Of few blocks, so that requests are preempted; a step takes until the next one is planned."""
+    sampling = SamplingParams(max_tokens=30)
+    connector = Overlapping() if connected else None
+    runner = QueuedRunner()
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        CacheConfig(num_blocks=14),
+        connector,
+    )
+    decisions: list[tuple[bool, bool]] = []  # of each step: whether it preempts, and runs ahead
+
+    class Watched(PipelinedEngine):
+        def _may_launch_ahead(self, scheduled: Step) -> bool:
+            ahead = super()._may_launch_ahead(scheduled)
+            decisions.append((bool(scheduled.preempted_req_ids), ahead))
+            runner.launched.get(timeout=TIMEOUT_S).gate.release()  # the step before
+            return ahead
+
+    engine = Watched(scheduler, runner, connector)
+    prompts = {f"r{n}": prompt_of(10 + 25 * n, n) for n in range(6)}
+    for name, prompt in prompts.items():
+        scheduler.add_request(Request(name, prompt, sampling))
+    tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    while scheduler.has_requests():
+        for update in engine.step().updates:
+            tokens[update.request.request_id] += update.new_token_ids
+        scheduler.check_integrity()
+    rest = let_all(runner)  # a step that was planned in vain
+    engine.close()
+    runner.launched.put(None)  # type: ignore[arg-type]
+    rest.join(TIMEOUT_S)
+    assert tokens == {name: expected_tokens(prompt, sampling) for name, prompt in prompts.items()}
+    # The connector may still read the blocks of a request that is preempted.
+    assert {ahead for preempts, ahead in decisions if preempts} == {not connected}
+    assert (False, True) in decisions
+    assert not [t for t in threading.enumerate() if "runner" in t.name or "reader" in t.name]
+
+
+def test_a_device_that_breaks_is_noticed_by_the_next_round() -> None:
+    class Broken(QueuedRunner):
+        def launch(self, step: Step) -> QueuedHandle:
+            raise RuntimeError("broken")
+
+    engine = PipelinedEngine(make_scheduler(), Broken())
+    engine.scheduler.add_request(request("a", 3))
+    engine.step()
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.step()
+    engine.close()
