@@ -14,6 +14,7 @@ from kvrelay import __version__
 from kvrelay.cluster_commands import COMMANDS as CLUSTER_COMMANDS
 from kvrelay.model_options import DEFAULT_MODEL, CacheDir, cache_dir_of
 from kvrelay.serve_options import serve
+from kvrelay.verify_options import verify
 from protocol import ConfigError, KvrelayError
 from scheduler.scenario_player import DEFAULT_MAX_STEPS
 
@@ -27,6 +28,7 @@ models = typer.Typer(
     invoke_without_command=True, rich_markup_mode=None, help="Find, fetch and convert models."
 )
 app.command()(serve)
+app.command()(verify)
 for command in CLUSTER_COMMANDS:
     app.command()(command)
 app.add_typer(models, name="models")

@@ -42,9 +42,17 @@ WRONG: dict[str, tuple[str, ...]] = {
     "--cache-dir": ("/dev/null",),
     "--record-schedules": ("/dev/null",),
     "--log-level": ("", "loud", "10"),
+    "--threads": ("0", "-1", "two", ""),
+    "--device": ("", "gpu", "cuda:x", "CPU"),
+    "--dtype": ("", "float64", "bfloat16"),  # on a CPU
+    "--kv-cache-dtype": ("", "int8", "float16"),
+    "--quantization": ("", "int4", "INT8"),
+    "--kernels": ("", "fast", "TORCH"),
+    "--attention": ("", "fast", "flashinfer"),
 }
 FLAGS = (
     "async-scheduling",
+    "batch-invariant",
     "checksums",
     "enable-chunked-prefill",
     "layerwise",
@@ -102,6 +110,12 @@ class TestServe:
              ("--spec-method", "no draft tokens yet")),
             (("--processes", "--transport=memory"), ("--transport", "within one process")),
             (("--topology=unified", "--prefill=1"), ("--prefill", "a unified cluster has none")),
+            (("--batch-invariant", "--kernels=torch"), ("--batch-invariant", "needs the compiled")),
+            (("--device=cuda", "--batch-invariant"), ("--batch-invariant", "for device cpu")),
+            (("--device=cuda:0", "--quantization=int8"), ("--quantization", "for device cpu only")),
+            (("--device=cuda", "--kernels=torch"), ("--kernels", "for device cpu")),
+            (("--device=cuda", "--dtype=float32"), ("--dtype", "auto, bfloat16, float16")),
+            (("--device=cuda", "--kv-cache-dtype=float32"), ("--kv-cache-dtype", "auto, bfloat16")),
         ],
         ids=str,
     )  # fmt: skip
