@@ -40,7 +40,8 @@ $(STAMP): pyproject.toml
 	echo "Installing kvrelay and its tools"
 	$(PIP) 'uv>=0.13' && $(UV) -e '$(EXTRAS)' || $(PIP) -e '$(EXTRAS)'
 	echo "Compiling the kernels for this CPU"
-	$(BIN)/python -m engine.kernels.build || echo "make setup: plain torch will compute, slowly" >&2
+	$(BIN)/python -c 'from engine.kernels import CompiledKernels; CompiledKernels()' || \
+	    echo "make setup: plain torch will compute, slowly" >&2
 	touch $@
 
 # exec: the server itself gets Ctrl-C and SIGTERM, with no shell in between.

@@ -1,8 +1,8 @@
 """Builds the compiled kernels, once for each kind of CPU, release of Python and of torch, and state
 of the source.
 
-They lie where torch keeps extensions (`~/.cache/torch_extensions`).
-`python -m engine.kernels.build` builds them ahead of the first start.
+They lie where torch keeps extensions (`~/.cache/torch_extensions`). `make setup` builds them ahead
+of the first start.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ def build(root: Path | None = None, cpu: str | None = None) -> ModuleType:
     cpu = cpu or torch.backends.cpu.get_cpu_capability()
     flags = (*_FLAGS, *_CPU_FLAGS.get(cpu, ()))
     name = f"kvrelay_kernels_{_digest(flags)}"
-    kind = (
-        f"{cpu.lower().replace(' ', '_')}-{sys.implementation.cache_tag}-torch-{torch.__version__}"
-    )
-    target = (root or _default_root()) / kind / name
+    target = (root or _default_root()) / _kind_of(cpu) / name
     try:
         build_once(target, lambda empty: _compile(name, flags, empty), NoProgress())
         return _import(name, target / f"{name}.so")
@@ -87,7 +84,8 @@ def _compile(name: str, flags: Sequence[str], directory: Path) -> None:
     compiler = shlex.split(cpp_extension.get_cxx_compiler())  # type: ignore[no-untyped-call]
     if shutil.which(compiler[0]) is None:
         raise KernelsUnavailable(f"there is no C++ compiler ({compiler[0]})")
-    logger.info("compiling %s with %s: this takes about a minute, once", SOURCE.name, flags)
+    # A start that takes so long has to say why.
+    logger.warning("compiling %s for this CPU: this takes about a minute, once", SOURCE.name)
     compiled, headers = directory / "kernels.o", [sysconfig.get_path("include")]
     headers += cpp_extension.include_paths()
     _run(
@@ -119,7 +117,3 @@ def _import(name: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-if __name__ == "__main__":
-    build()

@@ -75,7 +75,7 @@ INLINE float largest(Vec x) {
 }
 
 // exp, to about one unit in the last place: 2^n * e^r with |r| <= ln(2) / 2, and e^r as the
-// polynomial of Cephes (expf.c). Below -87.3 it is 0; above 88.3 it stays at e^88.3.
+// polynomial of Cephes (expf.c). Below -87.3 it is 0; above 88.3 it stays at e^88.3; NaN is NaN.
 INLINE Vec exp(Vec x) {
   const Vec limited = larger(x < 88.3f ? x : broadcast(88.3f), broadcast(-87.3f));
   const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -90,7 +90,7 @@ INLINE Vec exp(Vec x) {
   p = p * (r * r) + (r + 1.0f);
   const IntVec exponent = (IntVec)shifted << 23;  // the low bits of `shifted` are n
   const Vec result = (Vec)((IntVec)p + exponent);
-  return x < -87.3f ? Vec{} : result;
+  return x == x ? (x < -87.3f ? Vec{} : result) : x;
 }
 
 // Run `work(task)` for each task, by as many threads as torch has; who is free takes the next one,
@@ -364,6 +364,10 @@ at::Tensor run_linear(const at::Tensor& x, const Weight& weight,
                       const std::optional<at::Tensor>& residual) {
   TORCH_CHECK(x.is_contiguous() && x.size(1) == weight.num_in, "x must be [rows, ", weight.num_in, "]");
   const int64_t num_rows = x.size(0), num_out = weight.num_out;
+  TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == num_out),
+              "the bias must be [", num_out, "]");
+  TORCH_CHECK(!residual || (residual->is_contiguous() && residual->numel() == num_rows * num_out),
+              "the residual must be [", num_rows, ", ", num_out, "]");
   at::Tensor out = at::empty({num_rows, num_out}, x.options());
   if (num_rows == 0) return out;
   const float* from = x.const_data_ptr<float>();

@@ -20,6 +20,7 @@ def quantized(weight: Tensor, how: Quantization) -> Int8Weight:
     out_size, in_size = weight.shape
     groups = F.pad(weight, (0, -in_size % INT8_GROUP)).view(out_size, -1, INT8_GROUP)
     scales = groups.abs().amax(dim=2).to(torch.float32) / 127
-    steps = (groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round_()
+    scales.clamp_(min=torch.finfo(torch.float32).tiny)  # of zeros, too
+    steps = (groups / scales[..., None]).round_()
     values = steps.to(torch.int8).view(out_size, -1)[:, :in_size].contiguous()
     return Int8Weight(values, scales)

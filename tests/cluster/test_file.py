@@ -22,6 +22,7 @@ from cluster import (
 from cluster.file import ClusterFile
 from cluster.yaml_file import load_yaml
 from decode_node import DecodeConfig
+from engine import EngineConfig, KernelsChoice, Quantization
 from protocol import ConfigError, Role
 from router import RouterConfig
 from scheduler import SchedulerKnobs
@@ -116,6 +117,45 @@ def test_everything_at_once(read: Read) -> None:
     )
 
 
+class TestEngine:
+    """How nodes compute."""
+
+    @pytest.mark.parametrize(
+        ("text", "engine"),
+        [
+            ("kv_cache_dtype: bfloat16", EngineConfig(kv_cache_dtype="bfloat16")),
+            ("quantization: int8", EngineConfig(quantization=Quantization.INT8)),
+            ("quantization: null", EngineConfig()),
+            ("kernels: torch", EngineConfig(kernels=KernelsChoice.TORCH)),
+            ("batch_invariant: true", EngineConfig(batch_invariant=True)),
+            ("dtype: float32", EngineConfig(dtype="float32")),
+            (
+                "device: 'cuda:1', dtype: float16, attention: varlen",
+                EngineConfig(device="cuda:1", dtype="float16", attention="varlen"),
+            ),
+        ],
+    )
+    def test_as_said(self, read: Read, text: str, engine: EngineConfig) -> None:
+        assert read(f"engine: {{{text}}}").local_config() == LocalConfig(engine=engine)
+
+    @pytest.mark.parametrize("role", ["prefill", "decode"])
+    def test_threads_of_nodes_that_share_a_process(self, read: Read, role: str) -> None:
+        local = read(f"{role}: {{threads: 3}}").local_config()
+        assert local.cores(Role(role)) == NodeCores(threads=3)
+        assert not local.processes
+
+    def test_what_the_cache_holds_counts_for_how_many_blocks_there_are(self, read: Read) -> None:
+        full, half = (
+            read(f"cache: {{kv_memory: 64MiB}}\nengine: {{kv_cache_dtype: {dtype}}}")
+            .local_config()
+            .kv_cache(HASH_MODEL, Role.DECODE)
+            for dtype in ("float32", "bfloat16")
+        )
+        assert (full.dtype, half.dtype) == ("float32", "bfloat16")
+        assert half.bytes_per_block * 2 == full.bytes_per_block
+        assert half.num_blocks // 2 == full.num_blocks
+
+
 class TestKnobs:
     @pytest.mark.parametrize("name", [name for name in KNOBS if name not in UNSUPPORTED])
     @pytest.mark.parametrize("place", ["scheduler", *(f"{role}.scheduler" for role in Role)])
@@ -204,6 +244,12 @@ class TestSettingsOverIt:
         ("decode: {cpus: 1}\n", "1: decode.cpus: must be a list, not 1"),
         ("processes: 2\n", "1: processes: must be true or false, not 2"),
         ("cache: {kv_memory: true}\n", "1: cache.kv_memory: must be text, not true"),
+        ("engine: {devise: cpu}\n", "1: engine.devise: is unknown (did you mean device?); known "),
+        ("engine:\n  kernels: fast\n",
+         "2: engine.kernels: must be 'auto', 'compiled' or 'torch', not 'fast'"),
+        ("engine: {quantization: int4}\n", "1: engine.quantization: must be 'int8', not 'int4'"),
+        ("engine: {batch_invariant: 1}\n", "1: engine.batch_invariant: must be true or false, not"),
+        ("engine: {device: 0}\n", "1: engine.device: must be text, not 0"),
     ],
 )  # fmt: skip
 def test_what_may_not_stand_in_it(read: Read, text: str, said: str) -> None:
@@ -232,7 +278,8 @@ def test_what_may_not_stand_in_it(read: Read, text: str, said: str) -> None:
         ("processes: true\nprefill: {threads: 0}", "prefill.threads"),
         ("processes: true\ndecode: {cpus: []}", "decode.cpus"),
         ("processes: true\ndecode: {cpus: [-1]}", "decode.cpus"),
-        ("prefill: {threads: 1}", "prefill.threads"),
+        ("decode: {threads: -1}", "decode.threads"),
+        ("unified: {threads: 0}", "unified.threads"),
         ("decode: {cpus: [0]}", "decode.cpus"),
         ("transfer: {bind: localhost}", "transfer.bind"),
         ("transfer: {max_quarantine: -1}", "transfer.max_quarantine"),
@@ -244,6 +291,13 @@ def test_what_may_not_stand_in_it(read: Read, text: str, said: str) -> None:
         ("scheduler: {max_num_seqs: 0}", "scheduler.max_num_seqs"),
         ("prefill: {scheduler: {max_num_seqs: 513}}", "prefill.scheduler.max_num_batched_tokens"),
         ("decode: {scheduler: {max_loras: 1}}", "decode.scheduler.max_loras"),
+        ("engine: {device: gpu}", "engine.device"),
+        ("engine: {dtype: float16}", "engine.dtype"),
+        ("engine: {kv_cache_dtype: int8}", "engine.kv_cache_dtype"),
+        ("engine: {attention: varlen}", "engine.attention"),
+        ("engine: {device: cuda, kernels: torch}", "engine.kernels"),
+        ("engine: {device: cuda, quantization: int8}", "engine.quantization"),
+        ("engine: {batch_invariant: true, kernels: torch}", "engine.batch_invariant"),
     ],
 )
 def test_what_is_out_of_range_is_named_by_its_place(read: Read, text: str, field: str) -> None:

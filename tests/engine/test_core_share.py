@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.core_share import CoreShare
+from engine.core_share import Cores, CoreShare, FixedCores
 from engine.model_runner import ModelRunner
 from engine.models import CausalLM
 from engine.runner_factory import make_model_runner
@@ -31,7 +31,7 @@ def clock() -> Iterator[Clock]:
     torch.set_num_threads(num_threads)
 
 
-def in_thread(share: CoreShare) -> int:
+def in_thread(share: Cores) -> int:
     """The share of another thread that makes a step now."""
     shares: list[int] = []
 
@@ -86,6 +86,30 @@ def test_a_step_that_fails_gives_its_share_back(clock: Clock) -> None:
         _ = 1 / 0
     clock.now += 1.0
     assert in_thread(share) == 2
+
+
+class TestFixedCores:
+    def test_always_as_many(self, clock: Clock) -> None:
+        cores = FixedCores(3)
+        for _ in range(2):
+            with cores.step() as count:
+                assert count == torch.get_num_threads() == 3
+
+    def test_however_many_others_compute(self, clock: Clock) -> None:
+        mine, other, share = FixedCores(3), FixedCores(2), CoreShare(6, clock)
+        with mine.step() as count:
+            assert (count, in_thread(mine), in_thread(other)) == (3, 3, 2)
+            assert in_thread(share) == 6  # who has cores of its own takes no part in the sharing
+            assert torch.get_num_threads() == 3
+
+    def test_a_runner_computes_with_them(self, clock: Clock, tiny_model: CausalLM) -> None:
+        runner = make_model_runner(tiny_model, num_blocks=9, block_size=4, cores=FixedCores(5))
+        seen: list[int] = []
+        runner.on_layer = lambda layer: seen.append(torch.get_num_threads())
+        torch.set_num_threads(1)
+        step(runner, [(Drive("a", [1, 2, 3], blocks(2)), 3)])
+        assert seen
+        assert set(seen) == {5}
 
 
 def test_runners_in_two_threads_compute_the_same_as_alone(tiny_model: CausalLM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -130,6 +131,27 @@ def test_a_peer_with_other_blocks_is_refused(hub: MemoryHub, clock: Clock, p: Pr
     assert detail == "fingerprint is f on memory:p, but another model on memory:other"
     assert other.read() == [Closed(at_p.ticket, Reason.LAYOUT, detail)]
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({"dtype": "bfloat16", "bytes_per_block": LAYOUT.bytes_per_block // 2},
+         "dtype is float32 on memory:p, but bfloat16 on memory:other"),
+        ({"fingerprint": "f-int8"},
+         "fingerprint is f on memory:p, but f-int8 on memory:other"),
+    ],
+)  # fmt: skip
+def test_a_peer_that_computes_in_other_numbers_is_refused(
+    hub: MemoryHub, clock: Clock, p: Prefill, other: dict[str, Any], difference: str
+) -> None:
+    peer = End(hub, "other", clock, layout=msgspec.structs.replace(LAYOUT, **other))
+    at_p = p.add(peer)
+    p.poll()
+    assert p.reasons(at_p) == [Reason.LAYOUT]
+    assert p.events[-1].detail == difference
+    assert peer.read() == [Closed(at_p.ticket, Reason.LAYOUT, difference)]
+    peer.close()
 
 
 def test_nobody_to_push_to(hub: MemoryHub, clock: Clock, p: Prefill, d: Decode) -> None:
