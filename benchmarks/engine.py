@@ -22,6 +22,7 @@ Limits and steps are measured in turns, and medians compared.
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ def tokens_of(batch: int, context: int) -> int:
 def fits(model: Model, num_tokens: int) -> bool:
     """Whether so much KV leaves room for everything else."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return num_tokens * model.config.kv_bytes_per_token(BYTES) < free // 2
+    return num_tokens * model.config.kv_bytes_per_token(BYTES) < free * 0.6
 
 
 class Bench:
@@ -171,6 +172,8 @@ class Bench:
         self.model = Model(model_files().config)
         wanted = [(b, c) for b in BATCHES for c in CONTEXTS]
         self.decodes = [(b, c) for b, c in wanted if fits(self.model, tokens_of(b, c))]
+        for batch, context in set(wanted) - set(self.decodes):
+            print(f"too little memory for decode_{batch}_{context}", file=sys.stderr)
         self._max_tokens = max(tokens_of(b, c) for b, c in self.decodes)
         self.engine = Engine(self.model, EngineConfig(), self._max_tokens)
 

@@ -25,13 +25,13 @@ SIZE = 3 * 4096 + 100
 def nothing_is_left() -> Iterator[None]:
     yield
     gc.collect()
-    assert "kvrelay" not in Path("/proc/self/maps").read_text()
+    assert "memfd:kvrelay" not in Path("/proc/self/maps").read_text()
     assert not [fd for fd in os.listdir("/proc/self/fd") if leads_to_memory(fd)]
 
 
 def leads_to_memory(fd: str) -> bool:
     try:
-        return "kvrelay" in os.readlink(f"/proc/self/fd/{fd}")
+        return "memfd:kvrelay" in os.readlink(f"/proc/self/fd/{fd}")
     except FileNotFoundError:
         return False
 
@@ -101,10 +101,10 @@ def test_forks_do_not_inherit_it() -> None:
         "from kv_transfer.shared_memory import SharedMemory\n"
         "memory = SharedMemory.create(4096)\n"
         "maps = open('/proc/self/maps').read()\n"
-        "assert 'kvrelay' in maps\n"
+        "assert 'memfd:kvrelay' in maps\n"
         "if os.fork() == 0:\n"
         "    maps = open('/proc/self/maps').read()\n"
-        "    os._exit('kvrelay' in maps)\n"
+        "    os._exit('memfd:kvrelay' in maps)\n"
         "assert os.waitstatus_to_exitcode(os.wait()[1]) == 0\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
