@@ -80,4 +80,4 @@ def _in_strips(x: Tensor, weight: Tensor) -> Tensor:
     """A batch of products, one for each strip of the weight's rows, shared among the cores."""
     strips = weight.view(_NUM_STRIPS, -1, weight.shape[1]).transpose(1, 2)
     products = torch.bmm(x.expand(_NUM_STRIPS, -1, -1), strips)  # [strip, row, out of strip]
-    return products.transpose(0, 1).reshape(len(x), -1)
+    return products.transpose(0, 1).reshape(len(x), -1).contiguous()  # strips of one row are a view
