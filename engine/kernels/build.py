@@ -31,6 +31,10 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 # -Wno-psabi: how such vectors would be passed to functions matters only if one is not inlined.
 _FLAGS = ("-O3", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
 _CPU_FLAGS = {
+    "AMX": (
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
+        *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    ),
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
     "AVX2": ("-mavx2", "-mfma"),
 }
@@ -44,12 +48,27 @@ def build(root: Path | None = None, cpu: str | None = None) -> ModuleType:
     """The extension module, built if it never was. Several processes may call this at once.
 
     `root`: where builds are kept; `cpu`: what to build for, as
-    `torch.backends.cpu.get_cpu_capability` says it. Raises KernelsUnavailable.
+    `torch.backends.cpu.get_cpu_capability` says it, or AMX. Raises KernelsUnavailable.
     """
-    cpu = cpu or torch.backends.cpu.get_cpu_capability()
+    if cpu is not None:
+        return _build_for(cpu, root or _default_root())
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX512" and _has_amx():
+        try:
+            return _build_for("AMX", root or _default_root())
+        except KernelsUnavailable:  # a compiler that is older than AMX
+            logger.debug("no kernels for AMX", exc_info=True)
+    return _build_for(capability, root or _default_root())
+
+
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported()
+
+
+def _build_for(cpu: str, root: Path) -> ModuleType:
     flags = (*_FLAGS, *_CPU_FLAGS.get(cpu, ()))
     name = f"kvrelay_kernels_{_digest(flags)}"
-    target = (root or _default_root()) / _kind_of(cpu) / name
+    target = root / _kind_of(cpu) / name
     try:
         build_once(target, lambda empty: _compile(name, flags, empty), NoProgress())
         return _import(name, target / f"{name}.so")

@@ -41,6 +41,8 @@ class CompiledKernels:
             return self._module.linear_int8(x, values, scales, bias, residual)  # type: ignore[no-any-return]
         if len(x) < _MANY_ROWS or self.batch_invariant:
             return self._module.linear(x, weight, bias, residual)  # type: ignore[no-any-return]
+        if self._module.has_amx:
+            return self._module.linear_of_many_rows(x, weight, bias, residual)  # type: ignore[no-any-return]
         product = F.linear(x, weight, bias)
         return product if residual is None else product.add_(residual)
 

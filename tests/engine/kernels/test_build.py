@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.engine_config import EngineConfig, KernelsChoice
 from engine.kernels import (
@@ -139,11 +140,23 @@ def test_a_build_that_failed_may_be_tried_again(workshop: Workshop) -> None:
     workshop.source.write_text("#error no\n" + MODULE)
     for _ in range(2):
         with pytest.raises(KernelsUnavailable, match=r"^small\.cpp does not compile: \S.*$"):
-            build.build(workshop.root)
+            build.build(workshop.root, "AVX2")
     assert workshop.num_compiled == 2
     assert workshop.partial() == []
     workshop.source.write_text(MODULE)
+    assert build.build(workshop.root, "AVX2").answer() == 42
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="only then AMX is looked for"
+)
+def test_a_compiler_that_is_older_than_amx(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_has_amx", lambda: True)
+    monkeypatch.setitem(build._CPU_FLAGS, "AMX", ("-mno-such-thing",))
     assert build.build(workshop.root).answer() == 42
+    assert workshop.num_compiled == 2
 
 
 def test_nowhere_to_keep_it(workshop: Workshop) -> None:
