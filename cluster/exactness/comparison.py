@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +21,7 @@ class Place(NamedTuple):
     prompt: str
 
 
-class LogitSink:
+class LogitSink(ABC):
     """Takes in the logits of all nodes of a cluster, whose threads call it."""
 
     def __init__(self) -> None:
@@ -35,8 +36,8 @@ class LogitSink:
             with self._lock:
                 self._take(place, row, digest)
 
-    def _take(self, place: Place, row: Tensor, digest: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _take(self, place: Place, row: Tensor, digest: bytes) -> None: ...
 
 
 class ReferenceLogits(LogitSink):

@@ -420,13 +420,15 @@ at::Tensor run_linear(const at::Tensor& x, const Weight& weight,
   return out;
 }
 
+Weight dense(const at::Tensor& weight) {
+  TORCH_CHECK(weight.is_contiguous(), "the weight must be contiguous");
+  return {weight.const_data_ptr<float>(), nullptr, nullptr, weight.size(0), weight.size(1)};
+}
+
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& residual) {
-  TORCH_CHECK(weight.is_contiguous(), "the weight must be contiguous");
-  return run_linear(
-      x, {weight.const_data_ptr<float>(), nullptr, nullptr, weight.size(0), weight.size(1)},
-      bias, residual);
+  return run_linear(x, dense(weight), bias, residual);
 }
 
 at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& values, const at::Tensor& scales,
@@ -601,6 +603,7 @@ void amx_task(const char* x, int64_t x_stride, int64_t m0, int64_t m1, const Wei
 at::Tensor amx_linear(const at::Tensor& x, const Weight& weight,
                       const std::optional<at::Tensor>& bias,
                       const std::optional<at::Tensor>& residual) {
+  check_sizes(x, weight, bias, residual);
   const int64_t num_rows = x.size(0), num_out = weight.num_out, num_in = weight.num_in;
   at::Tensor out = at::empty({num_rows, num_out}, x.options());
   const float* from = x.const_data_ptr<float>();
@@ -640,11 +643,7 @@ at::Tensor amx_linear(const at::Tensor& x, const Weight& weight,
 at::Tensor linear_of_many_rows(const at::Tensor& x, const at::Tensor& weight,
                                const std::optional<at::Tensor>& bias,
                                const std::optional<at::Tensor>& residual) {
-  const Weight all{weight.const_data_ptr<float>(), nullptr, nullptr, weight.size(0),
-                   weight.size(1)};
-  check_sizes(x, all, bias, residual);
-  TORCH_CHECK(weight.is_contiguous(), "the weight must be contiguous");
-  return amx_linear(x, all, bias, residual);
+  return amx_linear(x, dense(weight), bias, residual);
 }
 
 #endif  // __AMX_BF16__

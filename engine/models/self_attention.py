@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from torch import Tensor
@@ -17,7 +18,7 @@ class AttentionFactory(Protocol):
     def __call__(self, layer: int, config: ModelConfig, layers: Layers) -> SelfAttention: ...
 
 
-class SelfAttention:
+class SelfAttention(ABC):
     """Grouped-query attention (https://arxiv.org/abs/2305.13245) of one layer.
 
     A family says in `__call__` what happens to queries and keys before they meet.
@@ -33,9 +34,9 @@ class SelfAttention:
         self._qkv = layers.linear(q, k, v, bias=config.attention_bias)
         self._output = layers.linear(f"{self.name}.o_proj", bias=config.attention_output_bias)
 
+    @abstractmethod
     def __call__(self, x: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
         """`[num_tokens, hidden_size]` → `[num_tokens, num_heads, head_dim]`, one sum a head."""
-        raise NotImplementedError
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each `[num_tokens, its number of heads, head_dim]`.
