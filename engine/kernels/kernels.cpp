@@ -27,7 +27,8 @@
 #include <cstring>
 #include <vector>
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
+#define INLINE static INLINE_MEMBER
 
 namespace {
 
@@ -35,6 +36,7 @@ constexpr int64_t LANES = 16;
 typedef float Vec __attribute__((vector_size(64)));
 typedef float VecMem __attribute__((vector_size(64), aligned(4), may_alias));  // anywhere in memory
 typedef int32_t IntVec __attribute__((vector_size(64)));
+typedef uint16_t HalfVec __attribute__((vector_size(32)));
 typedef float Quad __attribute__((vector_size(16)));
 typedef float QuadMem __attribute__((vector_size(16), aligned(4), may_alias));
 
@@ -122,20 +124,37 @@ INLINE void transpose(Vec rows[LANES]) {
   swap_squares<1>(rows);
 }
 
-// Run `work(task)` for each task, by as many threads as torch has; who is free takes the next one,
-// because other processes may hold a core up.
+// Run `work()` by as many threads as torch has, or `most`.
+template <typename Work>
+void on_threads(int64_t most, const Work& work) {
+  const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), most);
+  if (num_threads <= 1) return work();
+  at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) { work(); });
+}
+
+// Run `work(task, next)` for each task. Who is free takes the next one, because other processes may
+// hold a core up; which one that is, is known one task before (or is `num_tasks`), so that its memory
+// can be brought nearer.
+template <typename Work>
+void parallel_ahead(int64_t num_tasks, const Work& work) {
+  std::atomic<int64_t> counter{0};
+  const auto take = [&] {
+    return std::min(num_tasks, counter.fetch_add(1, std::memory_order_relaxed));
+  };
+  on_threads(num_tasks, [&] {
+    for (int64_t task = take(), next; task < num_tasks; task = next) {
+      next = take();
+      work(task, next);
+    }
+  });
+}
+
+// The same, for tasks that do not care: nothing is taken before there is time for it.
 template <typename Work>
 void parallel(int64_t num_tasks, const Work& work) {
-  const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_tasks);
-  if (num_threads <= 1) {
-    for (int64_t task = 0; task < num_tasks; task++) work(task);
-    return;
-  }
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
-    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-      work(task);
-    }
+  on_threads(num_tasks, [&] {
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) work(task);
   });
 }
 
@@ -148,6 +167,8 @@ float* scratch(int which, int64_t count) {
   if (static_cast<int64_t>(buffer.size()) < count + LANES) buffer.resize(count + LANES);
   return buffer.data();
 }
+
+char* aligned(char* memory) { return memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64; }
 
 // ------------------------------------------------------------------------------------ linear
 //
@@ -172,8 +193,14 @@ struct Ahead {
 
 // Where a tile's rows of w come from: float32, or 8 bits with a scale for each group of a row.
 struct FloatRows {
+  static constexpr int64_t BYTES = 4;
   const float* values;
   int64_t stride;
+
+  static FloatRows from(const FloatRows& rows, int64_t k) { return {rows.values + k, rows.stride}; }
+  INLINE const void* address(const FloatRows& rows, int64_t n, int64_t i) {
+    return rows.values + n * rows.stride + i;
+  }
 
   INLINE Vec at(const FloatRows& rows, int64_t n, int64_t i, int64_t count = LANES) {
     const float* from = rows.values + n * rows.stride + i;
@@ -184,9 +211,17 @@ struct FloatRows {
 constexpr int64_t INT8_GROUP = 64;  // as in kernels.py
 
 struct Int8Rows {
+  static constexpr int64_t BYTES = 1;
   const int8_t* bytes;
   const float* scales;
   int64_t stride, scale_stride, offset;  // of the first number from the start of its row
+
+  static Int8Rows from(const Int8Rows& rows, int64_t k) {
+    return {rows.bytes, rows.scales, rows.stride, rows.scale_stride, rows.offset + k};
+  }
+  INLINE const void* address(const Int8Rows& rows, int64_t n, int64_t i) {
+    return rows.bytes + n * rows.stride + rows.offset + i;
+  }
 
   INLINE Vec at(const Int8Rows& rows, int64_t n, int64_t i, int64_t count = LANES) {
     const int8_t* from = rows.bytes + n * rows.stride + rows.offset + i;
@@ -431,16 +466,18 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
   return run_linear(x, dense(weight), bias, residual);
 }
 
-at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& values, const at::Tensor& scales,
-                       const std::optional<at::Tensor>& bias,
-                       const std::optional<at::Tensor>& residual) {
+Weight int8(const at::Tensor& values, const at::Tensor& scales) {
   TORCH_CHECK(values.is_contiguous() && scales.is_contiguous() &&
                   scales.size(1) == div_up(values.size(1), INT8_GROUP),
               "a scale for each ", INT8_GROUP, " numbers of a row");
-  return run_linear(x,
-                    {nullptr, values.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(),
-                     values.size(0), values.size(1)},
-                    bias, residual);
+  return {nullptr, values.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), values.size(0),
+          values.size(1)};
+}
+
+at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& values, const at::Tensor& scales,
+                       const std::optional<at::Tensor>& bias,
+                       const std::optional<at::Tensor>& residual) {
+  return run_linear(x, int8(values, scales), bias, residual);
 }
 
 // ------------------------------------------------------------------- linear, for many rows, by AMX
@@ -449,17 +486,19 @@ at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& values, const at::
 // sum of three bfloat16, x = x1 + x2 + x3 with 8 bits each; of the nine products of two such sums six
 // are computed, the others being smaller than what float32 can tell:
 //
-//   x3 w1 + x2 w1 + x2 w2 + x1 w2 + x1 w1 + x1 w3
+//   x1 w3 + x1 w2 + x2 w2 + x2 w1 + x1 w1 + x3 w1
 //
-// which is as exact as a float32 product and sum, at 2.7 times its peak rate. A tile of results has
-// rows of w as its rows, so that w, which is large, need not be turned: x is, once.
+// which is as exact as a float32 product and sum, at 2.7 times its peak rate. Weights that come from
+// fewer bits (bfloat16 has 8, most of GGUF's types 16) have w3 = 0, or w2 = w3 = 0: what is zero is not
+// multiplied. A tile of results has rows of w as its rows, so that w, which is large, need not be
+// turned: x is, once.
 //
-//   w  64 rows ─► thirds, tiles of 16 x 32            x  all rows ─► thirds, tiles of 32 x 16, turned
+//   w  32 rows ─► parts, tiles of 16 x 32             x  all rows ─► parts, tiles of 32 x 16, turned
 //   results: 2 x 2 tiles at a time, of 16 rows of w by 16 rows of x each
 
 #ifdef __AMX_BF16__
 
-constexpr int64_t AMX_K = 32, AMX_N = 64, TILE_BYTES = 1024, THIRDS = 3 * TILE_BYTES;
+constexpr int64_t AMX_K = 32, AMX_N = 32, TILE_BYTES = 1024, PARTS = 3 * TILE_BYTES;
 
 // Of the process, by the kernel: its threads' states grow by 8 KiB.
 bool request_amx() {
@@ -485,68 +524,142 @@ INLINE __m512 widened(__m256i bf16) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16));
 }
 
-// 32 floats, of which `count` are there, as three rows of bfloat16, TILE_BYTES apart.
-INLINE void store_thirds(const float* from, int64_t count, char* to) {
-  __m512 a = (__m512)(count >= LANES ? load(from) : load_some(from, count));
-  __m512 b = (__m512)(count >= 2 * LANES ? load(from + LANES)
-                                         : load_some(from + LANES, std::max<int64_t>(0, count - LANES)));
-  for (int third = 0; third < 3; third++) {
+// 32 floats as three rows of bfloat16, TILE_BYTES apart; adds to `seen` the bits of the second and the
+// third.
+INLINE void store_parts(Vec low, Vec high, char* to, __m512i seen[2]) {
+  __m512 a = (__m512)low, b = (__m512)high;
+  for (int part = 0; part < 3; part++) {
     const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(b, a);
-    _mm512_store_si512(to + third * TILE_BYTES, rounded);
+    _mm512_store_si512(to + part * TILE_BYTES, rounded);
+    if (part > 0) seen[part - 1] = _mm512_or_si512(seen[part - 1], rounded);
+    if (part == 2) break;
     a -= widened(_mm512_castsi512_si256(rounded));
     b -= widened(_mm512_extracti64x4_epi64(rounded, 1));
   }
 }
 
-// 16 rows of x by 32 numbers, turned: row j of a tile has numbers 2j and 2j + 1 of each row of x.
-void pack_x(const float* x, int64_t num_rows, int64_t num_in, int64_t row, int64_t k, char* to) {
-  alignas(64) char straight[THIRDS] = {};
-  for (int64_t i = 0; i < std::min(LANES, num_rows - row); i++)
-    store_thirds(x + (row + i) * num_in + k, num_in - k, straight + i * 64);
-  for (int third = 0; third < 3; third++) {
-    Vec rows[LANES];
-    for (int i = 0; i < LANES; i++)
-      rows[i] = load(reinterpret_cast<float*>(straight + third * TILE_BYTES) + i * LANES);
-    transpose(rows);
-    for (int j = 0; j < LANES; j++)
-      store(reinterpret_cast<float*>(to + third * TILE_BYTES) + j * LANES, rows[j]);
+// 32 numbers of row `n` from `i`, of which `count` are there, as parts.
+template <typename W>
+INLINE void store_parts(const W& rows, int64_t n, int64_t i, int64_t count, char* to,
+                        __m512i seen[2]) {
+  if (count >= AMX_K) {
+    store_parts(W::at(rows, n, i), W::at(rows, n, i + LANES), to, seen);
+  } else {
+    const int64_t second = std::max<int64_t>(0, count - LANES);
+    store_parts(W::at(rows, n, i, std::min(LANES, count)),
+                 second > 0 ? W::at(rows, n, i + LANES, second) : Vec{}, to, seen);
   }
 }
 
-#define LOAD_W(tile, third, i) _tile_loadd(tile, w + ((i) * 3 + (third)) * TILE_BYTES, 64)
-#define LOAD_X(tile, third, j) _tile_loadd(tile, x + (j) * x_stride + (third) * TILE_BYTES, 64)
+// 16 rows of x by 32 numbers, turned: row j of a tile has numbers 2j and 2j + 1 of each row of x.
+void pack_x(const float* x, int64_t num_rows, int64_t num_in, int64_t row, int64_t k, char* to) {
+  alignas(64) char straight[PARTS] = {};
+  __m512i seen[2] = {};
+  const FloatRows rows{x + row * num_in, num_in};
+  for (int64_t i = 0; i < std::min(LANES, num_rows - row); i++)
+    store_parts(rows, i, k, num_in - k, straight + i * 64, seen);
+  for (int part = 0; part < 3; part++) {
+    Vec lines[LANES];
+    for (int i = 0; i < LANES; i++)
+      lines[i] = load(reinterpret_cast<float*>(straight + part * TILE_BYTES) + i * LANES);
+    transpose(lines);
+    for (int j = 0; j < LANES; j++)
+      store(reinterpret_cast<float*>(to + part * TILE_BYTES) + j * LANES, lines[j]);
+  }
+}
+
+// 32 rows of w on their way to tiles, a piece (32 numbers of a row) at a time, while others are
+// multiplied.
+template <typename W>
+class Packing {
+ public:
+  Packing(const W& rows, int64_t num_rows, int64_t length, int64_t ahead)
+      : rows_(rows), num_rows_(num_rows), length_(length), ahead_(ahead) {}
+
+  void start(int64_t first, char* to) {
+    first_ = first, to_ = to, row_ = 0, at_ = 0;
+    seen_[0] = seen_[1] = _mm512_setzero_si512();
+  }
+
+  void fetch() const {  // what was not fetched on the way: a thread's first rows
+    for (int64_t row = 0; row < AMX_N; row++)
+      for (int64_t at = 0; at < length_; at += AMX_K) fetch(first_ + row, at);
+  }
+
+  INLINE_MEMBER void some(int64_t pieces) {
+    for (; pieces > 0 && at_ < length_; pieces--) {
+      fetch(first_ + ahead_ + row_, at_);
+      store_parts(rows_, std::min(first_ + row_, num_rows_ - 1), at_, length_ - at_, to_, seen_);
+      to_ += row_ % LANES == LANES - 1 ? PARTS - 15 * 64 : 64;
+      if (++row_ == AMX_N) row_ = 0, at_ += AMX_K;
+    }
+  }
+
+  int num_parts() const {  // that are not zero
+    if (_mm512_test_epi32_mask(seen_[1], seen_[1]) != 0) return 3;
+    return _mm512_test_epi32_mask(seen_[0], seen_[0]) != 0 ? 2 : 1;
+  }
+
+ private:
+  INLINE_MEMBER void fetch(int64_t row, int64_t at) const {
+    if (row >= num_rows_) return;
+    for (int64_t i = 0; i < AMX_K; i += LINE / W::BYTES)
+      __builtin_prefetch(W::address(rows_, row, at + i), 0, 2);
+  }
+
+  const W rows_;
+  const int64_t num_rows_, length_, ahead_;
+  int64_t first_ = 0, row_ = 0, at_ = INT64_MAX;
+  char* to_ = nullptr;
+  __m512i seen_[2];
+};
+
+#define LOAD_W(tile, part, i) _tile_loadd(tile, w + ((i) * 3 + (part)-1) * TILE_BYTES, 64)
+#define LOAD_X(tile, part, j) _tile_loadd(tile, x + (j) * x_stride + ((part)-1) * TILE_BYTES, 64)
 #define MULTIPLY                \
   _tile_dpbf16ps(0, 4, 6);      \
   _tile_dpbf16ps(1, 4, 7);      \
   _tile_dpbf16ps(2, 5, 6);      \
-  _tile_dpbf16ps(3, 5, 7)
+  _tile_dpbf16ps(3, 5, 7);      \
+  packing.some(pieces)
 
-// 32 rows of w by 32 rows of x, over `steps` steps of 32 numbers; the four tiles of the result.
-void multiply(const char* w, const char* x, int64_t x_stride, int64_t steps, float* result) {
+// 32 rows of w by 32 rows of x, over `steps` steps of 32 numbers; the four tiles of the result. After
+// every four products, `pieces` are packed: the vector units have nothing else to do.
+template <int W_PARTS, typename W>
+void multiply(const char* w, const char* x, int64_t x_stride, int64_t steps, float* result,
+              Packing<W>& packing, int64_t pieces) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t step = 0; step < steps; step++, w += AMX_N / LANES * THIRDS, x += THIRDS) {
-    LOAD_W(4, 2, 0);
-    LOAD_X(6, 0, 0);
-    LOAD_X(7, 0, 1);
-    LOAD_W(5, 2, 1);
-    MULTIPLY;
+  for (int64_t step = 0; step < steps; step++, w += 2 * PARTS, x += PARTS) {
+    if constexpr (W_PARTS >= 2) {
+      LOAD_X(6, 1, 0);
+      LOAD_X(7, 1, 1);
+    }
+    if constexpr (W_PARTS == 3) {
+      LOAD_W(4, 3, 0);
+      LOAD_W(5, 3, 1);
+      MULTIPLY;
+    }
+    if constexpr (W_PARTS >= 2) {
+      LOAD_W(4, 2, 0);
+      LOAD_W(5, 2, 1);
+      MULTIPLY;
+    }
+    LOAD_X(6, 2, 0);
+    LOAD_X(7, 2, 1);
+    if constexpr (W_PARTS >= 2) {
+      MULTIPLY;
+    }
     LOAD_W(4, 1, 0);
     LOAD_W(5, 1, 1);
     MULTIPLY;
     LOAD_X(6, 1, 0);
     LOAD_X(7, 1, 1);
     MULTIPLY;
-    LOAD_W(4, 0, 0);
-    LOAD_W(5, 0, 1);
-    MULTIPLY;
-    LOAD_X(6, 0, 0);
-    LOAD_X(7, 0, 1);
-    MULTIPLY;
-    LOAD_X(6, 2, 0);
-    LOAD_X(7, 2, 1);
+    LOAD_X(6, 3, 0);
+    LOAD_X(7, 3, 1);
     MULTIPLY;
   }
   _tile_stored(0, result, 64);
@@ -558,92 +671,125 @@ void multiply(const char* w, const char* x, int64_t x_stride, int64_t steps, flo
 #undef LOAD_X
 #undef MULTIPLY
 
-// A tile of the result, turned, to `rows` rows of `columns` numbers.
-void put(const float* tile, float* to, int64_t stride, int64_t rows, int64_t columns, bool add) {
-  Vec lines[LANES];
-  for (int i = 0; i < LANES; i++) lines[i] = load(tile + i * LANES);
-  transpose(lines);
-  for (int64_t m = 0; m < std::min(LANES, rows); m++) {
-    float* at = to + m * stride;
-    const int64_t count = std::min(LANES, columns);
-    if (add) lines[m] += count == LANES ? load(at) : load_some(at, count);
-    std::memcpy(at, &lines[m], count * sizeof(float));
-  }
-}
+// Where results go, and what is added to them.
+struct Out {
+  float* values;
+  const float *bias, *residual;  // or null
+  int64_t num_rows, num_columns;
 
-// `x` is packed for numbers `k` to `k + length`: 3 tiles for each step, `x_stride` bytes for 16 rows.
-void amx_task(const char* x, int64_t x_stride, int64_t m0, int64_t m1, const Weight& weight,
-              int64_t n0, int64_t n1, int64_t k, int64_t length, float* out) {
-  const int64_t steps = div_up(length, AMX_K), num_out = weight.num_out;
-  char* memory = reinterpret_cast<char*>(scratch(3, (steps * 4 * THIRDS + 5 * TILE_BYTES) / 4));
-  char* w = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64);
-  float* result = reinterpret_cast<float*>(w + steps * 4 * THIRDS);
-  for (int64_t first = n0; first < n1; first += AMX_N) {
-    const int64_t last = std::min(n1, first + AMX_N);
-    const float* rows = weight.rows(first, last);
-    for (int64_t i = 0; i < AMX_N; i++)
-      for (int64_t step = 0; step < steps; step++)
-        store_thirds(rows + std::min(i, last - first - 1) * weight.num_in + k + step * AMX_K,
-                     length - step * AMX_K,
-                     w + (step * 4 + i / LANES) * THIRDS + i % LANES * 64);
-    for (int64_t m = m0; m < m1; m += 2 * LANES) {
-      for (int64_t half = first; half < last; half += 2 * LANES) {
-        multiply(w + (half - first) / LANES * THIRDS, x + m / LANES * x_stride, x_stride, steps,
-                 result);
-        for (int tile = 0; tile < 4; tile++) {
-          const int64_t n = half + tile / 2 * LANES, row = m + tile % 2 * LANES;
-          if (n < last && row < m1)
-            put(result + tile * 256, out + row * num_out + n, num_out, m1 - row, last - n, k > 0);
-        }
+  // A tile of 16 columns by 16 rows, on top of what is there if it is the result of a later chunk.
+  void put(const float* tile, int64_t row, int64_t column, bool is_first, bool is_last) const {
+    if (row >= num_rows || column >= num_columns) return;
+    Vec lines[LANES];
+    for (int i = 0; i < LANES; i++) lines[i] = load(tile + i * LANES);
+    transpose(lines);
+    const int64_t count = std::min(LANES, num_columns - column);
+    const auto get = [&](const float* from) {
+      return count == LANES ? load(from) : load_some(from, count);
+    };
+    const Vec offset = is_last && bias != nullptr ? get(bias + column) : Vec{};
+    for (int64_t m = 0; m < std::min(LANES, num_rows - row); m++) {
+      const int64_t at = (row + m) * num_columns + column;
+      Vec line = lines[m] + offset;
+      if (!is_first) line += get(values + at);
+      if (is_last && residual != nullptr) line += get(residual + at);
+      if (count == LANES) {
+        store(values + at, line);
+      } else {
+        std::memcpy(values + at, &line, count * sizeof(float));
       }
     }
   }
+};
+
+// One chunk of k: `x` is packed, 3 tiles for each step, `x_stride` bytes for 16 rows. A thread takes
+// 32 rows of w and `panel` rows of x at a time, and the next ones while it works on these.
+template <typename W>
+void amx_chunk(const char* x, int64_t x_stride, int64_t panel, const W& w, int64_t length,
+               const Out& out, bool is_first, bool is_last) {
+  const int64_t steps = div_up(length, AMX_K), num_blocks = div_up(out.num_columns, AMX_N);
+  const int64_t num_tasks = div_up(out.num_rows, panel) * num_blocks;
+  const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_tasks);
+  std::atomic<int64_t> next_task{0};
+  on_threads(num_tasks, [&] {
+    const Tiles tiles;
+    const int64_t w_bytes = steps * 2 * PARTS;
+    char* memory = aligned(reinterpret_cast<char*>(scratch(3, (2 * w_bytes + 5 * TILE_BYTES) / 4)));
+    float* result = reinterpret_cast<float*>(memory + 2 * w_bytes);
+    Packing<W> packing(w, out.num_columns, length, AMX_N * num_threads);
+    const auto take = [&] { return next_task.fetch_add(1, std::memory_order_relaxed); };
+    int64_t task = take();
+    if (task >= num_tasks) return;
+    packing.start(task % num_blocks * AMX_N, memory);
+    packing.fetch();
+    packing.some(AMX_N * steps);
+    for (int64_t turn = 0; task < num_tasks; turn++) {
+      const int64_t next = take(), num_parts = packing.num_parts();
+      const auto run = num_parts == 1 ? multiply<1, W> : num_parts == 2 ? multiply<2, W> : multiply<3, W>;
+      if (next < num_tasks)
+        packing.start(next % num_blocks * AMX_N, memory + (turn + 1) % 2 * w_bytes);
+      const int64_t column = task % num_blocks * AMX_N, begin = task / num_blocks * panel;
+      const int64_t end = std::min(out.num_rows, begin + panel);
+      const int64_t turns = div_up(end - begin, 2 * LANES) * (num_parts == 1 ? 3 : num_parts + 3);
+      const int64_t pieces = div_up(AMX_N, turns);
+      for (int64_t row = begin; row < end; row += 2 * LANES) {
+        run(memory + turn % 2 * w_bytes, x + row / LANES * x_stride, x_stride, steps, result, packing,
+            pieces);
+        for (int tile = 0; tile < 4; tile++)
+          out.put(result + tile * 256, row + tile % 2 * LANES, column + tile / 2 * LANES, is_first,
+                  is_last);
+      }
+      packing.some(AMX_N * steps);
+      task = next;
+    }
+  });
 }
 
-at::Tensor amx_linear(const at::Tensor& x, const Weight& weight,
+template <typename W>
+at::Tensor amx_linear(const at::Tensor& x, const W& w, int64_t num_out,
                       const std::optional<at::Tensor>& bias,
                       const std::optional<at::Tensor>& residual) {
-  check_sizes(x, weight, bias, residual);
-  const int64_t num_rows = x.size(0), num_out = weight.num_out, num_in = weight.num_in;
-  at::Tensor out = at::empty({num_rows, num_out}, x.options());
+  const int64_t num_rows = x.size(0), num_in = x.size(1);
+  at::Tensor result = at::empty({num_rows, num_out}, x.options());
   const float* from = x.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
-  const int64_t chunk = std::min(num_in, MAX_CHUNK), x_stride = div_up(chunk, AMX_K) * THIRDS;
+  const Out out{result.mutable_data_ptr<float>(), bias ? bias->const_data_ptr<float>() : nullptr,
+                residual ? residual->const_data_ptr<float>() : nullptr, num_rows, num_out};
+  const int64_t chunk = div_up(div_up(num_in, div_up(num_in, MAX_CHUNK)), 2 * AMX_K) * 2 * AMX_K;
+  const int64_t x_stride = div_up(chunk, AMX_K) * PARTS;
   const int64_t num_tiles = div_up(num_rows, 2 * LANES) * 2;
   at::Tensor packed = at::empty({num_tiles * x_stride + 64}, x.options().dtype(at::kByte));
-  char* memory = static_cast<char*>(packed.mutable_data_ptr());
-  char* all = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64);
+  char* all = aligned(static_cast<char*>(packed.mutable_data_ptr()));
   static const int64_t l2_bytes = std::max<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), 1 << 20);
   const int64_t most = std::max<int64_t>(2, l2_bytes * 2 / 5 / x_stride) * LANES;
-  const int64_t rows = div_up(div_up(num_rows, div_up(num_rows, most)), 2 * LANES) * 2 * LANES;
-  const int64_t num_m = div_up(num_rows, rows);
-  const int64_t blocks = div_up(num_out, AMX_N), wanted = at::get_num_threads() * 4;
-  const int64_t columns = div_up(blocks, std::min(blocks, div_up(wanted, num_m))) * AMX_N;
-  const int64_t num_n = div_up(num_out, columns);
+  const int64_t panel = div_up(div_up(num_rows, div_up(num_rows, most)), 2 * LANES) * 2 * LANES;
   for (int64_t k = 0; k < num_in; k += chunk) {
     const int64_t length = std::min(chunk, num_in - k), steps = div_up(length, AMX_K);
     parallel(num_tiles, [&](int64_t tile) {
       for (int64_t step = 0; step < steps; step++)
         pack_x(from, num_rows, num_in, tile * LANES, k + step * AMX_K,
-               all + tile * x_stride + step * THIRDS);
+               all + tile * x_stride + step * PARTS);
     });
-    parallel(num_m * num_n, [&](int64_t task) {
-      const Tiles tiles;
-      const int64_t m0 = task % num_m * rows, m1 = std::min(num_rows, m0 + rows);
-      const int64_t n0 = task / num_m * columns, n1 = std::min(num_out, n0 + columns);
-      amx_task(all, x_stride, m0, m1, weight, n0, n1, k, length, to);
-      if (k + length == num_in && (bias || residual))
-        add_to(to, num_out, m0, m1, n0, n1, bias ? bias->const_data_ptr<float>() : nullptr,
-               residual ? residual->const_data_ptr<float>() : nullptr);
-    });
+    amx_chunk(all, x_stride, panel, W::from(w, k), length, out, k == 0, k + length == num_in);
   }
-  return out;
+  return result;
 }
 
 at::Tensor linear_of_many_rows(const at::Tensor& x, const at::Tensor& weight,
                                const std::optional<at::Tensor>& bias,
                                const std::optional<at::Tensor>& residual) {
-  return amx_linear(x, dense(weight), bias, residual);
+  const Weight w = dense(weight);
+  check_sizes(x, w, bias, residual);
+  return amx_linear(x, FloatRows{w.values, w.num_in}, w.num_out, bias, residual);
+}
+
+at::Tensor linear_int8_of_many_rows(const at::Tensor& x, const at::Tensor& values,
+                                    const at::Tensor& scales,
+                                    const std::optional<at::Tensor>& bias,
+                                    const std::optional<at::Tensor>& residual) {
+  const Weight w = int8(values, scales);
+  check_sizes(x, w, bias, residual);
+  const Int8Rows rows{w.bytes, w.scales, w.num_in, div_up(w.num_in, INT8_GROUP), 0};
+  return amx_linear(x, rows, w.num_out, bias, residual);
 }
 
 #endif  // __AMX_BF16__
@@ -748,7 +894,8 @@ void rotate(const at::Tensor& heads, const at::Tensor& cos, const at::Tensor& si
 // alone, and what a query must not see adds exact zeros: so a query gets the same bits in a chunk,
 // alone, and in any batch.
 
-constexpr int64_t KV_TILE = 64, TILE_VECS = KV_TILE / LANES, SEGMENT = 512;
+constexpr int64_t KV_TILE = 64, SEGMENT = 512;
+constexpr int64_t KEY_STRIDE = KV_TILE + LANES;  // so that lines of a column are in different sets of the cache
 constexpr float NOTHING = -1e30f;  // the maximum of no scores: finite, so that differences are
 
 struct Cache {
@@ -803,26 +950,53 @@ void write_token(const Step& step, int64_t seq, int64_t token) {
                 cache.is_bf16);
 }
 
-// Rows of numbers of one KV head, each padded to whole vectors.
-void read_row(const char* from, float* to, int64_t count, bool is_bf16) {
+// 16 numbers of a row of the cache, or the `count` that are there.
+INLINE Vec load_numbers(const char* row, int64_t at, bool is_bf16, int64_t count = LANES) {
   if (!is_bf16) {
-    std::memcpy(to, from, count * sizeof(float));
-    return;
+    const float* from = reinterpret_cast<const float*>(row) + at;
+    return count == LANES ? load(from) : load_some(from, count);
   }
-  const auto* numbers = reinterpret_cast<const uint16_t*>(from);
-  for (int64_t i = 0; i < count; i++) {
-    const uint32_t bits = static_cast<uint32_t>(numbers[i]) << 16;
-    std::memcpy(to + i, &bits, 4);
+  HalfVec bits{};
+  std::memcpy(&bits, row + at * 2, count * 2);
+  return (Vec)(__builtin_convertvector(bits, IntVec) << 16);
+}
+
+// Where the keys of some tokens of a sequence are, for one KV head.
+void find_keys(const Step& step, int64_t seq, int64_t head, int64_t start, int64_t end,
+               const char** rows) {
+  const Cache& cache = step.cache;
+  const int32_t* table = step.tables + seq * step.table_width;
+  const int64_t row_bytes = cache.row_bytes() * cache.num_heads;
+  int64_t block = start / cache.block_size, offset = start % cache.block_size;
+  for (int64_t t = start; t < end; block++, offset = 0) {
+    const char* row = cache.slot(table[block], offset, head);
+    const int64_t last = std::min(end, t + cache.block_size - offset);
+    for (; t < last; t++, row += row_bytes) *rows++ = row;
   }
 }
 
+// Tokens whose keys and values will be needed soon: they are brought nearer one by one, while there is
+// arithmetic to do.
+struct Coming {
+  const char* keys[KV_TILE];
+  int64_t count = 0, done = 0;
+
+  INLINE_MEMBER void fetch_one(const Cache& cache) {
+    if (done >= count) return;
+    const char* at = keys[done++];
+    for (int64_t line = 0; line < cache.row_bytes(); line += LINE) {
+      __builtin_prefetch(at + line, 0, 2);
+      __builtin_prefetch(at + cache.values_bytes + line, 0, 2);
+    }
+  }
+};
+
 // The visible part of a tile of the context, for one KV head.
 struct Tile {
-  float* keys;           // [head_dim][64]: transposed, and zeros up to a whole vector
+  float* keys;  // [head_dim][KEY_STRIDE]: transposed, and zeros up to a whole vector
   const float* values[KV_TILE];
   int64_t num_tokens;
-  const char* next[KV_TILE];  // the keys of the next tile's tokens
-  int64_t num_next;
+  Coming coming;
 
   void fill(const Step& step, int64_t seq, int64_t head, int64_t start, int64_t end,
             float* value_buffer) {
@@ -831,73 +1005,61 @@ struct Tile {
     const bool in_place = !cache.is_bf16 && padded == cache.head_dim;
     const char* rows[KV_TILE];
     num_tokens = end - start;
-    find_rows(step, seq, head, start, rows);
+    find_keys(step, seq, head, start, end, rows);
     for (int64_t t = 0; t < num_tokens; t++) {
       const char* from = rows[t] + cache.values_bytes;
       values[t] = reinterpret_cast<const float*>(from);
       if (in_place) continue;
       float* to = value_buffer + t * padded;
-      std::fill(to + cache.head_dim, to + padded, 0.0f);
-      read_row(from, to, cache.head_dim, cache.is_bf16);
       values[t] = to;
+      for (int64_t d = 0; d < cache.head_dim; d += LANES)
+        store(to + d, load_numbers(from, d, cache.is_bf16, std::min(LANES, cache.head_dim - d)));
     }
     for (int64_t t = 0; t < num_tokens; t += LANES) {
-      const int64_t count = std::min(LANES, num_tokens - t);
       for (int64_t d = 0; d < cache.head_dim; d += LANES) {
-        const int64_t size = std::min(LANES, cache.head_dim - d);
-        Vec block[LANES];
-        for (int64_t i = 0; i < LANES; i++) {
-          block[i] = Vec{};
-          if (i >= count) continue;
-          if (!cache.is_bf16 && size == LANES) {
-            block[i] = load(reinterpret_cast<const float*>(rows[t + i]) + d);
+        coming.fetch_one(cache);
+        float* to = keys + d * KEY_STRIDE + t;
+        if (num_tokens - t >= LANES && cache.head_dim - d >= LANES) {
+          if (cache.is_bf16) {
+            turn(rows + t, d, true, to);
           } else {
-            float numbers[LANES] = {};
-            read_row(rows[t + i] + d * (cache.is_bf16 ? 2 : 4), numbers, size, cache.is_bf16);
-            block[i] = load(numbers);
+            turn(rows + t, d, false, to);
           }
+        } else {
+          turn_some(rows + t, d, cache.is_bf16, std::min(LANES, num_tokens - t),
+                    std::min(LANES, cache.head_dim - d), to);
         }
-        transpose(block);
-        for (int64_t i = 0; i < size; i++) store(keys + (d + i) * KV_TILE + t, block[i]);
       }
     }
   }
 
-  // Where the keys of the tile's tokens are, and of the next one's.
-  void find_rows(const Step& step, int64_t seq, int64_t head, int64_t start, const char** rows) {
-    const Cache& cache = step.cache;
-    const int32_t* table = step.tables + seq * step.table_width;
-    const int64_t row_bytes = cache.row_bytes() * cache.num_heads;
-    const int64_t both = std::min(step.context_lens[seq] - start, num_tokens + KV_TILE);
-    int64_t block = start / cache.block_size, offset = start % cache.block_size;
-    for (int64_t t = 0; t < both; block++, offset = 0) {
-      const char* row = cache.slot(table[block], offset, head);
-      const int64_t end = std::min(both, t + cache.block_size - offset);
-      for (; t < end; t++, row += row_bytes) (t < num_tokens ? rows[t] : next[t - num_tokens]) = row;
-    }
-    num_next = both - num_tokens;
+  // 16 numbers of 16 rows, turned.
+  INLINE void turn(const char* const* rows, int64_t d, bool is_bf16, float* to) {
+    Vec block[LANES];
+    for (int i = 0; i < LANES; i++) block[i] = load_numbers(rows[i], d, is_bf16);
+    transpose(block);
+    for (int i = 0; i < LANES; i++) store(to + i * KEY_STRIDE, block[i]);
   }
 
-  // Bring a token of the next tile nearer: done one by one, while there is arithmetic to do.
-  INLINE void prefetch(const Cache& cache, const char* keys) {
-    for (int64_t line = 0; line < cache.row_bytes(); line += LINE) {
-      __builtin_prefetch(keys + line, 0, 2);
-      __builtin_prefetch(keys + cache.values_bytes + line, 0, 2);
-    }
+  static void turn_some(const char* const* rows, int64_t d, bool is_bf16, int64_t num_rows,
+                        int64_t size, float* to) {
+    Vec block[LANES] = {};
+    for (int64_t i = 0; i < num_rows; i++) block[i] = load_numbers(rows[i], d, is_bf16, size);
+    transpose(block);
+    for (int64_t i = 0; i < size; i++) store(to + i * KEY_STRIDE, block[i]);
   }
 };
 
 // scores[m][16 * VECS] = query[m] times the keys of a tile.
 template <int M, int VECS>
-INLINE void score(const float* query, const Tile& tile, const Cache& cache, int64_t num_next,
-                  float* scores) {
+INLINE void score(const float* query, Tile& tile, const Cache& cache, float* scores) {
   Vec acc[M][VECS];
   for (int m = 0; m < M; m++)
     for (int j = 0; j < VECS; j++) acc[m][j] = Vec{};
   for (int64_t d = 0; d < cache.head_dim; d++) {
-    if (d < num_next) Tile::prefetch(cache, tile.next[d]);
+    if (d % 4 == 0) tile.coming.fetch_one(cache);
     Vec b[VECS];
-    for (int j = 0; j < VECS; j++) b[j] = load(tile.keys + d * KV_TILE + j * LANES);
+    for (int j = 0; j < VECS; j++) b[j] = load(tile.keys + d * KEY_STRIDE + j * LANES);
     for (int m = 0; m < M; m++) {
       const Vec a = broadcast(query[m * cache.head_dim + d]);
       for (int j = 0; j < VECS; j++) acc[m][j] += a * b[j];
@@ -909,14 +1071,15 @@ INLINE void score(const float* query, const Tile& tile, const Cache& cache, int6
 
 // sums[m] += weights[m] times the values of a tile, for VECS * 16 numbers of them.
 template <int M, int VECS>
-INLINE void weigh(const float* weights, const float* const* values, int64_t num_tokens,
-                  int64_t at, float* sums, int64_t stride) {
+INLINE void weigh(const float* weights, Tile& tile, const Cache& cache, int64_t at, float* sums,
+                  int64_t stride) {
   Vec acc[M][VECS];
   for (int m = 0; m < M; m++)
     for (int j = 0; j < VECS; j++) acc[m][j] = load(sums + m * stride + at + j * LANES);
-  for (int64_t t = 0; t < num_tokens; t++) {
+  for (int64_t t = 0; t < tile.num_tokens; t++) {
+    if (t % 2 == 0) tile.coming.fetch_one(cache);
     Vec b[VECS];
-    for (int j = 0; j < VECS; j++) b[j] = load(values[t] + at + j * LANES);
+    for (int j = 0; j < VECS; j++) b[j] = load(tile.values[t] + at + j * LANES);
     for (int m = 0; m < M; m++) {
       const Vec a = broadcast(weights[m * KV_TILE + t]);
       for (int j = 0; j < VECS; j++) acc[m][j] += a * b[j];
@@ -967,31 +1130,40 @@ struct Partial {
   }
 };
 
-// Some neighbouring tokens of one sequence, and the query heads of one KV head.
+// Some neighbouring tokens of one sequence, and the query heads of some KV heads.
 struct Item {
-  int64_t seq, head, first, last;  // tokens of the packed batch, `last` not included
+  int64_t seq, first_head, num_heads;
+  int64_t first, last;  // tokens of the packed batch, `last` not included
 
-  int64_t rows(const Step& step) const { return (last - first) * step.group; }
+  int64_t rows_per_head(const Step& step) const { return (last - first) * step.group; }
+  int64_t rows(const Step& step) const { return num_heads * rows_per_head(step); }
   int64_t position(const Step& step, int64_t token) const {
     return step.context_lens[seq] - step.query_starts[seq + 1] + token;
   }
   int64_t begin(const Step& step) const {  // the first position that any of them sees
     return std::max<int64_t>(0, position(step, first) - step.window + 1);
   }
+  int64_t first_tile(const Step& step) const { return begin(step) / KV_TILE * KV_TILE; }
   int64_t end(const Step& step) const { return position(step, last - 1) + 1; }
+
+  // Its tile at `start`, for the KV head that `head` of another item's is to it.
+  void find_coming(const Step& step, int64_t start, int64_t head, Coming& coming) const {
+    const int64_t stop = std::min(end(step), start + KV_TILE);
+    find_keys(step, seq, first_head + std::min(head, num_heads - 1), start, stop, coming.keys);
+    coming.count = stop - start, coming.done = 0;
+  }
 };
 
 // M rows of an item see a tile of at most 16 * VECS tokens.
 template <int M, int VECS>
-void attend_rows(const Step& step, const Tile& tile, int64_t start, const int64_t* positions,
+void attend_rows(const Step& step, Tile& tile, int64_t start, const int64_t* positions,
                  const float* query, Partial& partial, int64_t row, float* scores) {
   const int64_t padded = partial.padded;
-  score<M, VECS>(query + row * step.cache.head_dim, tile, step.cache, row == 0 ? tile.num_next : 0,
-                 scores);
+  score<M, VECS>(query + row * step.cache.head_dim, tile, step.cache, scores);
   float* sums = partial.sums + row * padded;
   const IntVec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (int m = 0; m < M; m++) {
-    const int64_t last = positions[row + m] - start;  // of the tile's tokens that it sees
+    const int64_t last = positions[m] - start;  // of the tile's tokens that it sees
     const int64_t first = last - step.window + 1;
     Vec s[VECS];
     Vec largest_s = broadcast(NOTHING);
@@ -1023,13 +1195,13 @@ void attend_rows(const Step& step, const Tile& tile, int64_t start, const int64_
   }
   int64_t at = 0;
   for (; at + 4 * LANES <= padded; at += 4 * LANES)
-    weigh<M, 4>(scores, tile.values, tile.num_tokens, at, sums, padded);
+    weigh<M, 4>(scores, tile, step.cache, at, sums, padded);
   for (; at < padded; at += LANES)
-    weigh<M, 1>(scores, tile.values, tile.num_tokens, at, sums, padded);
+    weigh<M, 1>(scores, tile, step.cache, at, sums, padded);
 }
 
 template <int M>
-void attend_some_rows(const Step& step, const Tile& tile, int64_t start, const int64_t* positions,
+void attend_some_rows(const Step& step, Tile& tile, int64_t start, const int64_t* positions,
                       const float* query, Partial& partial, int64_t row, float* scores) {
   switch (div_up(tile.num_tokens, LANES)) {
     case 1: return attend_rows<M, 1>(step, tile, start, positions, query, partial, row, scores);
@@ -1039,50 +1211,64 @@ void attend_some_rows(const Step& step, const Tile& tile, int64_t start, const i
   }
 }
 
-// One segment of the context, seen by all rows of an item.
-void attend_segment(const Step& step, const Item& item, int64_t segment, Partial& partial) {
+// One segment of the context, seen by all rows of an item; `following` (or null) is what this thread
+// works on after that.
+void attend_segment(const Step& step, const Item& item, int64_t segment, Partial& partial,
+                    const Item* following) {
   const Cache& cache = step.cache;
-  const int64_t rows = item.rows(step), head_dim = cache.head_dim;
-  float* query = scratch(1, rows * head_dim + head_dim * KV_TILE + KV_TILE * partial.padded +
+  const int64_t rows = item.rows(step), per_head = item.rows_per_head(step), head_dim = cache.head_dim;
+  float* query = scratch(1, rows * head_dim + head_dim * KEY_STRIDE + KV_TILE * partial.padded +
                                 TILE_M * KV_TILE);
   Tile tile;
   tile.keys = query + rows * head_dim;
-  float* value_buffer = tile.keys + head_dim * KV_TILE;
+  float* value_buffer = tile.keys + head_dim * KEY_STRIDE;
   float* scores = value_buffer + KV_TILE * partial.padded;
-  std::vector<int64_t> positions(rows);
+  std::vector<int64_t> positions(per_head);
   for (int64_t row = 0; row < rows; row++) {
-    const int64_t token = item.first + row / step.group;
-    const float* from = step.query + token * step.query_stride +
-                        (item.head * step.group + row % step.group) * head_dim;
+    const int64_t token = item.first + row % per_head / step.group;
+    const int64_t head = (item.first_head + row / per_head) * step.group + row % step.group;
+    const float* from = step.query + token * step.query_stride + head * head_dim;
     for (int64_t d = 0; d < head_dim; d++) query[row * head_dim + d] = from[d] * step.scale;
-    positions[row] = item.position(step, token);
+    if (row < per_head) positions[row] = item.position(step, token);
   }
   partial.clear(rows);
   const int64_t end = std::min(item.end(step), (segment + 1) * SEGMENT);
-  int64_t start = std::max(item.begin(step) / KV_TILE * KV_TILE, segment * SEGMENT);
+  int64_t start = std::max(item.first_tile(step), segment * SEGMENT);
   for (; start < end; start += KV_TILE) {
-    tile.fill(step, item.seq, item.head, start, std::min(end, start + KV_TILE), value_buffer);
-    for (int64_t row = 0; row < rows; row += TILE_M) {
-      const auto attend = [&](auto count) {
-        attend_some_rows<count()>(step, tile, start, positions.data(), query, partial, row, scores);
-      };
-      switch (std::min(TILE_M, rows - row)) {
-        case 6: attend(std::integral_constant<int, 6>{}); break;
-        case 5: attend(std::integral_constant<int, 5>{}); break;
-        case 4: attend(std::integral_constant<int, 4>{}); break;
-        case 3: attend(std::integral_constant<int, 3>{}); break;
-        case 2: attend(std::integral_constant<int, 2>{}); break;
-        case 1: attend(std::integral_constant<int, 1>{}); break;
+    for (int64_t head = 0; head < item.num_heads; head++) {
+      if (start + KV_TILE < item.end(step)) {
+        item.find_coming(step, start + KV_TILE, head, tile.coming);
+      } else if (following != nullptr) {
+        following->find_coming(step, following->first_tile(step), head, tile.coming);
       }
+      tile.fill(step, item.seq, item.first_head + head, start, std::min(end, start + KV_TILE),
+                value_buffer);
+      for (int64_t row = 0; row < per_head; row += TILE_M) {
+        const auto attend = [&](auto count) {
+          attend_some_rows<count()>(step, tile, start, positions.data() + row, query, partial,
+                                    head * per_head + row, scores);
+        };
+        switch (std::min(TILE_M, per_head - row)) {
+          case 6: attend(std::integral_constant<int, 6>{}); break;
+          case 5: attend(std::integral_constant<int, 5>{}); break;
+          case 4: attend(std::integral_constant<int, 4>{}); break;
+          case 3: attend(std::integral_constant<int, 3>{}); break;
+          case 2: attend(std::integral_constant<int, 2>{}); break;
+          case 1: attend(std::integral_constant<int, 1>{}); break;
+        }
+      }
+      while (tile.coming.done < tile.coming.count) tile.coming.fetch_one(cache);
     }
   }
 }
 
 void write_result(const Step& step, const Item& item, const Partial& seen) {
   const int64_t head_dim = step.cache.head_dim, num_heads = step.cache.num_heads * step.group;
+  const int64_t per_head = item.rows_per_head(step);
   for (int64_t row = 0; row < item.rows(step); row++) {
-    const int64_t token = item.first + row / step.group;
-    float* to = step.out + (token * num_heads + item.head * step.group + row % step.group) * head_dim;
+    const int64_t token = item.first + row % per_head / step.group;
+    const int64_t head = (item.first_head + row / per_head) * step.group + row % step.group;
+    float* to = step.out + (token * num_heads + head) * head_dim;
     const float total = sum(load(seen.totals + row * LANES));
     for (int64_t d = 0; d < head_dim; d++) to[d] = seen.sums[row * seen.padded + d] / total;
   }
@@ -1090,64 +1276,75 @@ void write_result(const Step& step, const Item& item, const Partial& seen) {
 
 constexpr int64_t ROWS_PER_ITEM = 96;
 
+// The tokens of a chunk are cut up, each KV head by itself. A single token sees all heads of its
+// context together, because they lie together in memory, if there is enough other work for the
+// threads.
 std::vector<Item> items_of(const Step& step) {
   const int64_t tokens = std::max<int64_t>(1, ROWS_PER_ITEM / step.group);
+  const int64_t num_heads = step.cache.num_heads;
+  const bool together = step.num_seqs >= at::get_num_threads() * 2;
   std::vector<Item> items;
   for (int64_t seq = 0; seq < step.num_seqs; seq++) {
     // The last tokens of a chunk see most: they come first, so that no thread is late with them.
     const int64_t begin = step.query_starts[seq], end = step.query_starts[seq + 1];
+    const int64_t heads = together && end - begin == 1 ? num_heads : 1;
     for (int64_t last = end; last > begin; last -= tokens)
-      for (int64_t head = 0; head < step.cache.num_heads; head++)
-        items.push_back({seq, head, std::max(begin, last - tokens), last});
+      for (int64_t head = 0; head < num_heads; head += heads)
+        items.push_back({seq, head, heads, std::max(begin, last - tokens), last});
   }
   return items;
 }
 
-void attend_item(const Step& step, const Item& item) {
-  const int64_t rows = item.rows(step), padded = div_up(step.cache.head_dim, LANES) * LANES;
-  const int64_t size = Partial::size(rows, padded);
-  float* memory = scratch(2, 2 * size);
-  Partial seen = Partial::in(memory, rows, padded);
-  Partial next = Partial::in(memory + size, rows, padded);
-  seen.clear(rows);
-  for (int64_t s = item.begin(step) / SEGMENT; s * SEGMENT < item.end(step); s++) {
-    attend_segment(step, item, s, next);
-    seen.merge(next, rows);
-  }
-  write_result(step, item, seen);
+// One segment of one item. What they have seen is put together when all are done.
+struct Part {
+  size_t item;
+  int64_t segment, offset;  // offset: of its sums in memory
+};
+
+void attend(const Step& step, const std::vector<Item>& items) {
+  const int64_t padded = div_up(step.cache.head_dim, LANES) * LANES;
+  parallel_ahead(items.size(), [&](int64_t task, int64_t next) {
+    const Item& item = items[task];
+    const Item* following = next < static_cast<int64_t>(items.size()) ? &items[next] : nullptr;
+    const int64_t rows = item.rows(step), size = Partial::size(rows, padded);
+    float* memory = scratch(2, 2 * size);
+    Partial seen = Partial::in(memory, rows, padded);
+    Partial part = Partial::in(memory + size, rows, padded);
+    seen.clear(rows);
+    for (int64_t s = item.begin(step) / SEGMENT; s * SEGMENT < item.end(step); s++) {
+      attend_segment(step, item, s, part, following);
+      seen.merge(part, rows);
+    }
+    write_result(step, item, seen);
+  });
 }
 
-// As `attend_item`, with one task for each segment, and the merging after that.
+// The same, if there are few items: the segments of one are shared among threads.
 void attend_in_segments(const Step& step, const std::vector<Item>& items) {
   const int64_t padded = div_up(step.cache.head_dim, LANES) * LANES;
-  struct Task {
-    size_t item;
-    int64_t segment;
-    int64_t offset;
-  };
-  std::vector<Task> tasks;
+  std::vector<Part> parts;
   int64_t offset = 0;
   for (size_t i = 0; i < items.size(); i++) {
     for (int64_t s = items[i].begin(step) / SEGMENT; s * SEGMENT < items[i].end(step); s++) {
-      tasks.push_back({i, s, offset});
+      parts.push_back({i, s, offset});
       offset += Partial::size(items[i].rows(step), padded);
     }
   }
   std::vector<float> memory(offset);
-  const auto partial = [&](const Task& task) {
-    return Partial::in(memory.data() + task.offset, items[task.item].rows(step), padded);
+  const auto partial = [&](const Part& part) {
+    return Partial::in(memory.data() + part.offset, items[part.item].rows(step), padded);
   };
-  parallel(tasks.size(), [&](int64_t task) {
-    Partial mine = partial(tasks[task]);
-    attend_segment(step, items[tasks[task].item], tasks[task].segment, mine);
+  parallel(parts.size(), [&](int64_t task) {
+    Partial mine = partial(parts[task]);
+    attend_segment(step, items[parts[task].item], parts[task].segment, mine, nullptr);
   });
-  for (size_t t = 0; t < tasks.size();) {
-    const Item& item = items[tasks[t].item];
+  for (size_t p = 0; p < parts.size();) {
+    const Item& item = items[parts[p].item];
     const int64_t rows = item.rows(step);
     Partial seen = Partial::in(scratch(2, Partial::size(rows, padded)), rows, padded);
     seen.clear(rows);
-    const size_t of = tasks[t].item;
-    for (; t < tasks.size() && tasks[t].item == of; t++) seen.merge(partial(tasks[t]), rows);
+    const size_t of = parts[p].item;
+    for (; p < parts.size() && parts[p].item == of; p++) seen.merge(partial(parts[p]), rows);
     write_result(step, item, seen);
   }
 }
@@ -1185,7 +1382,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
   if (num_threads > 1 && static_cast<int64_t>(items.size()) < num_threads * 4) {
     attend_in_segments(step, items);
   } else {
-    parallel(items.size(), [&](int64_t task) { attend_item(step, items[task]); });
+    attend(step, items);
   }
   return out;
 }
@@ -1198,6 +1395,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #ifdef __AMX_BF16__
   module.attr("has_amx") = request_amx();
   module.def("linear_of_many_rows", &linear_of_many_rows, no_gil);
+  module.def("linear_int8_of_many_rows", &linear_int8_of_many_rows, no_gil);
 #else
   module.attr("has_amx") = false;
 #endif
