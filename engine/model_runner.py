@@ -59,7 +59,10 @@ class ModelRunner:
         with self._cores.step():
             batch = self._prepare(step.num_scheduled_tokens)
             attention = self._make_attention(batch.metadata, self.on_layer)
-            hidden = self.model.forward(batch.input_ids, batch.metadata.positions, attention)
+            wanted = batch.sampled_rows if len(batch.sampled) < len(batch.input_ids) else None
+            hidden = self.model.forward(
+                batch.input_ids, batch.metadata.positions, attention, wanted
+            )
             return self._sample(hidden, batch)
 
     def _prepare(self, num_scheduled_tokens: dict[str, int]) -> _Batch:
@@ -84,13 +87,13 @@ class ModelRunner:
                 self.kv_cache.config.block_size,
             ),
             sampled=[request for request, _ in sampled],
-            sampled_rows=torch.tensor([row for _, row in sampled]),
+            sampled_rows=torch.tensor([row for _, row in sampled], dtype=torch.int64),
         )
 
     def _sample(self, hidden: Tensor, batch: _Batch) -> ModelRunnerOutput:
         if not batch.sampled:
             return ModelRunnerOutput()
-        logits = self.model.compute_logits(hidden[batch.sampled_rows])
+        logits = self.model.compute_logits(hidden)
         if self.on_logits is not None:
             self.on_logits([(r.request_id, r.output_position) for r in batch.sampled], logits)
         tokens = _next_tokens(logits, batch.sampled)

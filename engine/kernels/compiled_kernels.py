@@ -10,8 +10,9 @@ from torch import Tensor
 from engine.kernels.build import build
 from engine.kernels.kernels import Int8Weight, LinearWeight
 
-# With so many rows the library that torch multiplies with is faster: it can spend time on bringing
-# both sides into an order of its own, which changes the order of the sums with the number of rows.
+# With so many rows there is time for bringing both sides into an order that suits AMX, or the library
+# that torch multiplies with: sums are then in another order.
+_MANY_ROWS_OF_AMX = 64
 _MANY_ROWS = 96
 
 
@@ -36,15 +37,27 @@ class CompiledKernels:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
+        kernels = self._module
+        use_amx = self._use_amx(x)
         if isinstance(weight, Int8Weight):
-            values, scales = weight.values, weight.scales
-            return self._module.linear_int8(x, values, scales, bias, residual)  # type: ignore[no-any-return]
+            multiply = kernels.linear_int8_of_many_rows if use_amx else kernels.linear_int8
+            return multiply(x, weight.values, weight.scales, bias, residual)  # type: ignore[no-any-return]
+        if use_amx:
+            return kernels.linear_of_many_rows(x, weight, bias, residual)  # type: ignore[no-any-return]
         if len(x) < _MANY_ROWS or self.batch_invariant:
-            return self._module.linear(x, weight, bias, residual)  # type: ignore[no-any-return]
-        if self._module.has_amx:
-            return self._module.linear_of_many_rows(x, weight, bias, residual)  # type: ignore[no-any-return]
+            return kernels.linear(x, weight, bias, residual)  # type: ignore[no-any-return]
         product = F.linear(x, weight, bias)
         return product if residual is None else product.add_(residual)
+
+    def gated_linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, Tensor) and self._use_amx(x):
+            return self._module.gated_linear_of_many_rows(x, weight, bias)  # type: ignore[no-any-return]
+        return self.silu_and_mul(self.linear(x, weight, bias))
+
+    def _use_amx(self, x: Tensor) -> bool:
+        return (
+            not self.batch_invariant and len(x) >= _MANY_ROWS_OF_AMX and bool(self._module.has_amx)
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._module.rms_norm(x, weight, eps)  # type: ignore[no-any-return]

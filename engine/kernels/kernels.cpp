@@ -98,6 +98,8 @@ INLINE Vec exp(Vec x) {
   return x == x ? (x < -87.3f ? Vec{} : result) : x;
 }
 
+INLINE Vec swiglu(Vec gate, Vec up) { return gate / (1.0f + exp(-gate)) * up; }
+
 // Rows of 16 numbers become columns: squares of `D` change places, for D = 8, 4, 2, 1.
 template <int D>
 INLINE void swap_squares(Vec rows[LANES]) {
@@ -573,8 +575,10 @@ void pack_x(const float* x, int64_t num_rows, int64_t num_in, int64_t row, int64
 template <typename W>
 class Packing {
  public:
-  Packing(const W& rows, int64_t num_rows, int64_t length, int64_t ahead)
-      : rows_(rows), num_rows_(num_rows), length_(length), ahead_(ahead) {}
+  // `jump`: how many rows the second 16 are further away than the first; `ahead`: where the rows are
+  // that will be packed after these.
+  Packing(const W& rows, int64_t num_rows, int64_t length, int64_t jump, int64_t ahead)
+      : rows_(rows), num_rows_(num_rows), length_(length), jump_(jump), ahead_(ahead) {}
 
   void start(int64_t first, char* to) {
     first_ = first, to_ = to, row_ = 0, at_ = 0;
@@ -583,13 +587,13 @@ class Packing {
 
   void fetch() const {  // what was not fetched on the way: a thread's first rows
     for (int64_t row = 0; row < AMX_N; row++)
-      for (int64_t at = 0; at < length_; at += AMX_K) fetch(first_ + row, at);
+      for (int64_t at = 0; at < length_; at += AMX_K) fetch(number(row), at);
   }
 
   INLINE_MEMBER void some(int64_t pieces) {
     for (; pieces > 0 && at_ < length_; pieces--) {
-      fetch(first_ + ahead_ + row_, at_);
-      store_parts(rows_, std::min(first_ + row_, num_rows_ - 1), at_, length_ - at_, to_, seen_);
+      fetch(number(row_) + ahead_, at_);
+      store_parts(rows_, std::min(number(row_), num_rows_ - 1), at_, length_ - at_, to_, seen_);
       to_ += row_ % LANES == LANES - 1 ? PARTS - 15 * 64 : 64;
       if (++row_ == AMX_N) row_ = 0, at_ += AMX_K;
     }
@@ -601,6 +605,10 @@ class Packing {
   }
 
  private:
+  INLINE_MEMBER int64_t number(int64_t row) const {
+    return first_ + row + (row >= LANES ? jump_ : 0);
+  }
+
   INLINE_MEMBER void fetch(int64_t row, int64_t at) const {
     if (row >= num_rows_) return;
     for (int64_t i = 0; i < AMX_K; i += LINE / W::BYTES)
@@ -608,7 +616,7 @@ class Packing {
   }
 
   const W rows_;
-  const int64_t num_rows_, length_, ahead_;
+  const int64_t num_rows_, length_, jump_, ahead_;
   int64_t first_ = 0, row_ = 0, at_ = INT64_MAX;
   char* to_ = nullptr;
   __m512i seen_[2];
@@ -622,6 +630,8 @@ class Packing {
   _tile_dpbf16ps(2, 5, 6);      \
   _tile_dpbf16ps(3, 5, 7);      \
   packing.some(pieces)
+
+constexpr int num_products(int w_parts) { return w_parts == 1 ? 3 : w_parts + 3; }
 
 // 32 rows of w by 32 rows of x, over `steps` steps of 32 numbers; the four tiles of the result. After
 // every four products, `pieces` are packed: the vector units have nothing else to do.
@@ -671,18 +681,39 @@ void multiply(const char* w, const char* x, int64_t x_stride, int64_t steps, flo
 #undef LOAD_X
 #undef MULTIPLY
 
-// Where results go, and what is added to them.
+// Where results go, and what is done to them before.
 struct Out {
   float* values;
   const float *bias, *residual;  // or null
   int64_t num_rows, num_columns;
+  bool is_gated;  // w has gates, then ups: SwiGLU makes one of two
+  bool is_first = true, is_last = true;  // chunk of k: later ones are added to what is there
 
-  // A tile of 16 columns by 16 rows, on top of what is there if it is the result of a later chunk.
-  void put(const float* tile, int64_t row, int64_t column, bool is_first, bool is_last) const {
-    if (row >= num_rows || column >= num_columns) return;
-    Vec lines[LANES];
+  int64_t columns_at_once() const { return is_gated ? LANES : 2 * LANES; }
+
+  // Tiles of 16 rows of w by 16 of x: two of them by two.
+  void put(const float* tiles, int64_t row, int64_t column) const {
+    for (int64_t j = 0; j < 2; j++, row += LANES) {
+      if (row >= num_rows) return;
+      Vec first[LANES], second[LANES];
+      turn(tiles + j * LANES * LANES, first);
+      turn(tiles + (2 + j) * LANES * LANES, second);
+      if (is_gated) {
+        for (int m = 0; m < LANES; m++) first[m] = swiglu(first[m], second[m]);
+      } else if (column + LANES < num_columns) {
+        put_lines(second, row, column + LANES);
+      }
+      put_lines(first, row, column);
+    }
+  }
+
+ private:
+  INLINE void turn(const float* tile, Vec lines[LANES]) {
     for (int i = 0; i < LANES; i++) lines[i] = load(tile + i * LANES);
     transpose(lines);
+  }
+
+  INLINE_MEMBER void put_lines(const Vec lines[LANES], int64_t row, int64_t column) const {
     const int64_t count = std::min(LANES, num_columns - column);
     const auto get = [&](const float* from) {
       return count == LANES ? load(from) : load_some(from, count);
@@ -703,11 +734,13 @@ struct Out {
 };
 
 // One chunk of k: `x` is packed, 3 tiles for each step, `x_stride` bytes for 16 rows. A thread takes
-// 32 rows of w and `panel` rows of x at a time, and the next ones while it works on these.
+// 32 rows of w (if they are gated 16 and 16) and `panel` rows of x at a time, and the next ones while
+// it works on these.
 template <typename W>
 void amx_chunk(const char* x, int64_t x_stride, int64_t panel, const W& w, int64_t length,
-               const Out& out, bool is_first, bool is_last) {
-  const int64_t steps = div_up(length, AMX_K), num_blocks = div_up(out.num_columns, AMX_N);
+               const Out& out) {
+  const int64_t steps = div_up(length, AMX_K), columns = out.columns_at_once();
+  const int64_t num_blocks = div_up(out.num_columns, columns);
   const int64_t num_tasks = div_up(out.num_rows, panel) * num_blocks;
   const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_tasks);
   std::atomic<int64_t> next_task{0};
@@ -716,28 +749,25 @@ void amx_chunk(const char* x, int64_t x_stride, int64_t panel, const W& w, int64
     const int64_t w_bytes = steps * 2 * PARTS;
     char* memory = aligned(reinterpret_cast<char*>(scratch(3, (2 * w_bytes + 5 * TILE_BYTES) / 4)));
     float* result = reinterpret_cast<float*>(memory + 2 * w_bytes);
-    Packing<W> packing(w, out.num_columns, length, AMX_N * num_threads);
+    Packing<W> packing(w, out.is_gated ? 2 * out.num_columns : out.num_columns, length,
+                       out.is_gated ? out.num_columns - LANES : 0, columns * num_threads);
     const auto take = [&] { return next_task.fetch_add(1, std::memory_order_relaxed); };
     int64_t task = take();
     if (task >= num_tasks) return;
-    packing.start(task % num_blocks * AMX_N, memory);
+    packing.start(task % num_blocks * columns, memory);
     packing.fetch();
     packing.some(AMX_N * steps);
     for (int64_t turn = 0; task < num_tasks; turn++) {
       const int64_t next = take(), num_parts = packing.num_parts();
       const auto run = num_parts == 1 ? multiply<1, W> : num_parts == 2 ? multiply<2, W> : multiply<3, W>;
       if (next < num_tasks)
-        packing.start(next % num_blocks * AMX_N, memory + (turn + 1) % 2 * w_bytes);
-      const int64_t column = task % num_blocks * AMX_N, begin = task / num_blocks * panel;
-      const int64_t end = std::min(out.num_rows, begin + panel);
-      const int64_t turns = div_up(end - begin, 2 * LANES) * (num_parts == 1 ? 3 : num_parts + 3);
-      const int64_t pieces = div_up(AMX_N, turns);
+        packing.start(next % num_blocks * columns, memory + (turn + 1) % 2 * w_bytes);
+      const int64_t begin = task / num_blocks * panel, end = std::min(out.num_rows, begin + panel);
+      const int64_t turns = div_up(end - begin, 2 * LANES) * num_products(num_parts);
       for (int64_t row = begin; row < end; row += 2 * LANES) {
         run(memory + turn % 2 * w_bytes, x + row / LANES * x_stride, x_stride, steps, result, packing,
-            pieces);
-        for (int tile = 0; tile < 4; tile++)
-          out.put(result + tile * 256, row + tile % 2 * LANES, column + tile / 2 * LANES, is_first,
-                  is_last);
+            div_up(AMX_N, turns));
+        out.put(result, row, task % num_blocks * columns);
       }
       packing.some(AMX_N * steps);
       task = next;
@@ -746,14 +776,14 @@ void amx_chunk(const char* x, int64_t x_stride, int64_t panel, const W& w, int64
 }
 
 template <typename W>
-at::Tensor amx_linear(const at::Tensor& x, const W& w, int64_t num_out,
+at::Tensor amx_linear(const at::Tensor& x, const W& w, int64_t num_out, bool is_gated,
                       const std::optional<at::Tensor>& bias,
                       const std::optional<at::Tensor>& residual) {
   const int64_t num_rows = x.size(0), num_in = x.size(1);
   at::Tensor result = at::empty({num_rows, num_out}, x.options());
   const float* from = x.const_data_ptr<float>();
-  const Out out{result.mutable_data_ptr<float>(), bias ? bias->const_data_ptr<float>() : nullptr,
-                residual ? residual->const_data_ptr<float>() : nullptr, num_rows, num_out};
+  Out out{result.mutable_data_ptr<float>(), bias ? bias->const_data_ptr<float>() : nullptr,
+          residual ? residual->const_data_ptr<float>() : nullptr, num_rows, num_out, is_gated};
   const int64_t chunk = div_up(div_up(num_in, div_up(num_in, MAX_CHUNK)), 2 * AMX_K) * 2 * AMX_K;
   const int64_t x_stride = div_up(chunk, AMX_K) * PARTS;
   const int64_t num_tiles = div_up(num_rows, 2 * LANES) * 2;
@@ -769,27 +799,44 @@ at::Tensor amx_linear(const at::Tensor& x, const W& w, int64_t num_out,
         pack_x(from, num_rows, num_in, tile * LANES, k + step * AMX_K,
                all + tile * x_stride + step * PARTS);
     });
-    amx_chunk(all, x_stride, panel, W::from(w, k), length, out, k == 0, k + length == num_in);
+    out.is_first = k == 0, out.is_last = k + length == num_in;
+    amx_chunk(all, x_stride, panel, W::from(w, k), length, out);
   }
   return result;
+}
+
+at::Tensor amx_linear_of(const at::Tensor& x, const Weight& w, const std::optional<at::Tensor>& bias,
+                         const std::optional<at::Tensor>& residual) {
+  check_sizes(x, w, bias, residual);
+  if (w.values != nullptr)
+    return amx_linear(x, FloatRows{w.values, w.num_in}, w.num_out, false, bias, residual);
+  const Int8Rows rows{w.bytes, w.scales, w.num_in, div_up(w.num_in, INT8_GROUP), 0};
+  return amx_linear(x, rows, w.num_out, false, bias, residual);
 }
 
 at::Tensor linear_of_many_rows(const at::Tensor& x, const at::Tensor& weight,
                                const std::optional<at::Tensor>& bias,
                                const std::optional<at::Tensor>& residual) {
-  const Weight w = dense(weight);
-  check_sizes(x, w, bias, residual);
-  return amx_linear(x, FloatRows{w.values, w.num_in}, w.num_out, bias, residual);
+  return amx_linear_of(x, dense(weight), bias, residual);
 }
 
 at::Tensor linear_int8_of_many_rows(const at::Tensor& x, const at::Tensor& values,
                                     const at::Tensor& scales,
                                     const std::optional<at::Tensor>& bias,
                                     const std::optional<at::Tensor>& residual) {
-  const Weight w = int8(values, scales);
-  check_sizes(x, w, bias, residual);
-  const Int8Rows rows{w.bytes, w.scales, w.num_in, div_up(w.num_in, INT8_GROUP), 0};
-  return amx_linear(x, rows, w.num_out, bias, residual);
+  return amx_linear_of(x, int8(values, scales), bias, residual);
+}
+
+at::Tensor silu_and_mul(const at::Tensor& gate_up);
+
+// SwiGLU of a projection. If k is one chunk, gates and ups never see memory.
+at::Tensor gated_linear_of_many_rows(const at::Tensor& x, const at::Tensor& weight,
+                                     const std::optional<at::Tensor>& bias) {
+  const Weight w = dense(weight);
+  TORCH_CHECK(w.num_out % 2 == 0, "as many gates as ups");
+  if (bias || w.num_in > MAX_CHUNK) return silu_and_mul(amx_linear_of(x, w, bias, std::nullopt));
+  check_sizes(x, w, bias, std::nullopt);
+  return amx_linear(x, FloatRows{w.values, w.num_in}, w.num_out / 2, true, bias, std::nullopt);
 }
 
 #endif  // __AMX_BF16__
@@ -837,8 +884,6 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   });
   return out;
 }
-
-INLINE Vec swiglu(Vec gate, Vec up) { return gate / (1.0f + exp(-gate)) * up; }
 
 at::Tensor silu_and_mul(const at::Tensor& gate_up) {
   TORCH_CHECK(gate_up.is_contiguous());
@@ -1071,12 +1116,12 @@ INLINE void score(const float* query, Tile& tile, const Cache& cache, float* sco
 
 // sums[m] += weights[m] times the values of a tile, for VECS * 16 numbers of them.
 template <int M, int VECS>
-INLINE void weigh(const float* weights, Tile& tile, const Cache& cache, int64_t at, float* sums,
-                  int64_t stride) {
+INLINE void weigh(const float* weights, Tile& tile, int64_t num_tokens, const Cache& cache,
+                  int64_t at, float* sums, int64_t stride) {
   Vec acc[M][VECS];
   for (int m = 0; m < M; m++)
     for (int j = 0; j < VECS; j++) acc[m][j] = load(sums + m * stride + at + j * LANES);
-  for (int64_t t = 0; t < tile.num_tokens; t++) {
+  for (int64_t t = 0; t < num_tokens; t++) {
     if (t % 2 == 0) tile.coming.fetch_one(cache);
     Vec b[VECS];
     for (int j = 0; j < VECS; j++) b[j] = load(tile.values[t] + at + j * LANES);
@@ -1154,9 +1199,9 @@ struct Item {
   }
 };
 
-// M rows of an item see a tile of at most 16 * VECS tokens.
+// M rows of an item see the first `num_tokens` of a tile's, at most 16 * VECS.
 template <int M, int VECS>
-void attend_rows(const Step& step, Tile& tile, int64_t start, const int64_t* positions,
+void attend_rows(const Step& step, Tile& tile, int64_t num_tokens, int64_t start, const int64_t* positions,
                  const float* query, Partial& partial, int64_t row, float* scores) {
   const int64_t padded = partial.padded;
   score<M, VECS>(query + row * step.cache.head_dim, tile, step.cache, scores);
@@ -1195,19 +1240,25 @@ void attend_rows(const Step& step, Tile& tile, int64_t start, const int64_t* pos
   }
   int64_t at = 0;
   for (; at + 4 * LANES <= padded; at += 4 * LANES)
-    weigh<M, 4>(scores, tile, step.cache, at, sums, padded);
+    weigh<M, 4>(scores, tile, num_tokens, step.cache, at, sums, padded);
   for (; at < padded; at += LANES)
-    weigh<M, 1>(scores, tile, step.cache, at, sums, padded);
+    weigh<M, 1>(scores, tile, num_tokens, step.cache, at, sums, padded);
 }
 
 template <int M>
 void attend_some_rows(const Step& step, Tile& tile, int64_t start, const int64_t* positions,
                       const float* query, Partial& partial, int64_t row, float* scores) {
-  switch (div_up(tile.num_tokens, LANES)) {
-    case 1: return attend_rows<M, 1>(step, tile, start, positions, query, partial, row, scores);
-    case 2: return attend_rows<M, 2>(step, tile, start, positions, query, partial, row, scores);
-    case 3: return attend_rows<M, 3>(step, tile, start, positions, query, partial, row, scores);
-    default: return attend_rows<M, 4>(step, tile, start, positions, query, partial, row, scores);
+  // Rows are in the order of tokens: the last one sees most. What none of them sees is left out.
+  const int64_t num_tokens = std::min(tile.num_tokens, positions[M - 1] - start + 1);
+  if (num_tokens <= 0) return;
+  const auto attend = [&](auto vecs) {
+    attend_rows<M, vecs()>(step, tile, num_tokens, start, positions, query, partial, row, scores);
+  };
+  switch (div_up(num_tokens, LANES)) {
+    case 1: return attend(std::integral_constant<int, 1>{});
+    case 2: return attend(std::integral_constant<int, 2>{});
+    case 3: return attend(std::integral_constant<int, 3>{});
+    default: return attend(std::integral_constant<int, 4>{});
   }
 }
 
@@ -1395,6 +1446,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #ifdef __AMX_BF16__
   module.attr("has_amx") = request_amx();
   module.def("linear_of_many_rows", &linear_of_many_rows, no_gil);
+  module.def("gated_linear_of_many_rows", &gated_linear_of_many_rows, no_gil);
   module.def("linear_int8_of_many_rows", &linear_int8_of_many_rows, no_gil);
 #else
   module.attr("has_amx") = false;

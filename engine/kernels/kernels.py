@@ -42,6 +42,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """`x` `[rows, in]` times `weight` `[out, in]` transposed, plus `bias` and `residual`."""
 
+    def gated_linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
+        """`silu_and_mul` of a projection to `[gate | up]`: `[rows, in]` → `[rows, out / 2]`."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root mean square normalisation (https://arxiv.org/abs/1910.07467) of the last dimension.
 

@@ -31,6 +31,9 @@ class TorchKernels:
         product = _linear(x, weight, bias)
         return product if residual is None else product.add_(residual)
 
+    def gated_linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
+        return self.silu_and_mul(self.linear(x, weight, bias))
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 

@@ -16,8 +16,18 @@ class CausalLM(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Packed tokens `[num_tokens]` → their last hidden states `[num_tokens, hidden_size]`."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Packed tokens `[num_tokens]` → their last hidden states `[num_tokens, hidden_size]`.
+
+        `wanted`: the rows that are of interest, by default all. The last layer computes no others
+        than these once their keys and values are known.
+        """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Rows of what `forward` returned → `[num_rows, vocab_size]` in float32."""

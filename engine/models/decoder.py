@@ -27,12 +27,19 @@ class Decoder:
         self._lm_head = layers.linear("model.embed_tokens" if tied else "lm_head")
 
     @torch.inference_mode()
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         rotation = self._rotary.at(positions)
         hidden = self._embed(input_ids)
-        for layer in self._layers:
+        *layers, last = self._layers
+        for layer in layers:
             hidden = layer(hidden, rotation, attention)
-        return hidden
+        return last(hidden, rotation, attention, wanted)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -51,8 +58,16 @@ class _DecoderLayer:
         self._mlp_norm = layers.rms_norm(f"{name}.post_attention_layernorm", eps)
         self._mlp = _FeedForward(f"{name}.mlp", config, layers)
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
+    def __call__(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        attend: Attention,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         heads = self._attention(self._attention_norm(hidden), rotation, attend)
+        if wanted is not None:
+            heads, hidden = heads[wanted], hidden[wanted]
         hidden = self._attention.output(heads, residual=hidden)
         return self._mlp(self._mlp_norm(hidden), residual=hidden)
 
@@ -62,9 +77,8 @@ class _FeedForward:
 
     def __init__(self, name: str, config: ModelConfig, layers: Layers) -> None:
         gate, up, down = (f"{name}.{part}_proj" for part in ("gate", "up", "down"))
-        self._silu_and_mul = layers.silu_and_mul
-        self._gate_up = layers.linear(gate, up, bias=config.mlp_bias)
+        self._gate_up = layers.gated_linear(gate, up, bias=config.mlp_bias)
         self._down = layers.linear(down, bias=config.mlp_bias)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self._down(self._silu_and_mul(self._gate_up(x)), residual)
+        return self._down(self._gate_up(x), residual)

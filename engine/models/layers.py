@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,19 @@ class Linear:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`[num_tokens, in]` → `[num_tokens, out]`, plus `residual` of that shape."""
         return self.kernels.linear(x, self.weight, self.bias, residual)
+
+
+@dataclass(frozen=True)
+class GatedLinear:
+    """A projection to gates and what they let through: SwiGLU."""
+
+    kernels: Kernels
+    weight: LinearWeight  # [gate | up, in]
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[num_tokens, in]` → `[num_tokens, gate]`: silu(gate(x)) * up(x)."""
+        return self.kernels.gated_linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -94,17 +108,18 @@ class Layers:
 
     def linear(self, *names: str, bias: bool = False) -> Linear:
         """One projection, or several that read the same input, as one."""
+        return Linear(self._kernels, *self._stacked(names, bias))
+
+    def gated_linear(self, gate: str, up: str, *, bias: bool = False) -> GatedLinear:
+        return GatedLinear(self._kernels, *self._stacked((gate, up), bias))
+
+    def _stacked(self, names: Sequence[str], bias: bool) -> tuple[LinearWeight, Tensor | None]:
         full = self._weights.stacked(*(f"{name}.weight" for name in names))
         weight = full if self._quantization is None else quantized(full, self._quantization)
-        biases = self._weights.stacked(*(f"{name}.bias" for name in names)) if bias else None
-        return Linear(self._kernels, weight, biases)
+        return weight, self._weights.stacked(*(f"{name}.bias" for name in names)) if bias else None
 
     def rms_norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self._kernels, self._weights.tensor(f"{name}.weight"), eps)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """SwiGLU of `[num_tokens, gate | up]`."""
-        return self._kernels.silu_and_mul(gate_up)
 
     def rotary(self, inverse_frequencies: Tensor, attention_factor: float = 1.0) -> RotaryEmbedding:
         """`inverse_frequencies` is float32 `[head_dim / 2]`."""

@@ -160,9 +160,15 @@ class Watched:
         self._model = model
         self._seen = seen
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attention,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         self._seen.add(torch.get_num_threads())
-        return self._model.forward(input_ids, positions, attend)
+        return self._model.forward(input_ids, positions, attend, wanted)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden)

@@ -105,9 +105,13 @@ def test_rms_norm(layers: Layers, tensors: dict[str, Tensor]) -> None:
     close(layers.rms_norm("model.norm", 1e-5)(x), expected)
 
 
-def test_silu_and_mul(layers: Layers) -> None:
-    gate, up = rows(6, 8).chunk(2)
-    close(layers.silu_and_mul(torch.cat((gate, up), -1)), gate / (1 + (-gate).exp()) * up)
+def test_gated_linear(layers: Layers, tensors: dict[str, Tensor]) -> None:
+    mlp = "model.layers.0.mlp"
+    gate, up = (tensors[f"{mlp}.{name}_proj.weight"] for name in ("gate", "up"))
+    x = rows(5, 64)
+    gates = F.linear(x, gate)
+    gated = layers.gated_linear(f"{mlp}.gate_proj", f"{mlp}.up_proj")
+    close(gated(x), gates / (1 + (-gates).exp()) * F.linear(x, up))
 
 
 class TestRotary:

@@ -29,8 +29,14 @@ class OneUlpOff:
     def config(self) -> ModelConfig:
         return self.inner.config
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        return self.inner.forward(input_ids, positions, attention)
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        return self.inner.forward(input_ids, positions, attention, wanted)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits = self.inner.compute_logits(hidden).clone()  # the other one is for inference only
@@ -46,11 +52,17 @@ class OneUlpOff:
 class ForgetfulModel(OneUlpOff):
     """It takes the last token for another one, wherever several are computed at once."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         if len(input_ids) > 1:
             input_ids = input_ids.clone()
             input_ids[-1] = (input_ids[-1] + 1) % self.config.vocab_size
-        return self.inner.forward(input_ids, positions, attention)
+        return self.inner.forward(input_ids, positions, attention, wanted)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.inner.compute_logits(hidden)

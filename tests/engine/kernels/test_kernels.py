@@ -167,6 +167,24 @@ def test_silu_and_mul(kernels: Kernels, num_rows: int, size: int) -> None:
     torch.testing.assert_close(result.double(), swiglu(gate, up), atol=0, rtol=2e-6)
 
 
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("in_size", [64, 70, 576, 900])
+@pytest.mark.parametrize("size", [1, 15, 16, 40, 129])
+@pytest.mark.parametrize("num_rows", [0, 3, 64, 65, 300])
+def test_gated_linear(
+    kernels: Kernels, num_rows: int, size: int, in_size: int, has_bias: bool
+) -> None:
+    torch.manual_seed(size)
+    x, weight = torch.randn(num_rows, in_size), torch.randn(2 * size, in_size) / in_size**0.5
+    bias = torch.randn(2 * size) if has_bias else None
+    result = kernels.gated_linear(guarded(x), guarded(weight), bias)
+    gate_up = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    expected = swiglu(*gate_up.chunk(2, dim=-1))
+    assert result.is_contiguous()
+    torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_silu_and_mul_of_gates_from_the_smallest_to_the_largest(kernels: Kernels) -> None:
     """Beyond -87 a gate lets nothing through; how nearly nothing does not matter."""
     gate = torch.cat((torch.linspace(-80, 80, 4001), torch.tensor([0.0, -0.0, 1e-38, 1e30, 3e38])))
