@@ -10,8 +10,8 @@ from torch import Tensor
 from engine.kernels.build import build
 from engine.kernels.kernels import Int8Weight, LinearWeight
 
-# With so many rows there is time for bringing both sides into an order that suits AMX, or the library
-# that torch multiplies with: sums are then in another order.
+# With so many rows there is time for bringing both sides into an order that suits AMX, or the
+# library that torch multiplies with: sums are then in another order.
 _MANY_ROWS_OF_AMX = 64
 _MANY_ROWS = 96
 

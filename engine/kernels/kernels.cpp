@@ -357,7 +357,7 @@ struct Cut {
   int64_t rows, columns, block;
 };
 
-constexpr int64_t FEW_ROWS = 24, SOME_ROWS = 96;
+constexpr int64_t FEW_ROWS = 8, SOME_ROWS = 96;
 
 // Few rows: w is read once, tile by tile. Some: a little of w stays near while all rows see it.
 // Many: as much of x and w as the L2 cache holds. There must be enough tasks for all threads, and
@@ -367,7 +367,7 @@ Cut cut_for(int64_t num_rows, int64_t num_out, int64_t num_in) {
   const int64_t num_tasks = at::get_num_threads() == 1 ? 1 : at::get_num_threads() * 4;
   if (num_rows <= SOME_ROWS) {
     const int64_t columns = div_up(div_up(num_out, num_tasks), 16) * 16;
-    return {num_rows, columns, num_rows <= FEW_ROWS ? TILE_N : 48};
+    return {num_rows, columns, num_rows <= FEW_ROWS ? TILE_N : 16};
   }
   const int64_t fits = l2_bytes * 2 / 5 / static_cast<int64_t>(num_in * sizeof(float));
   const int64_t most = std::clamp<int64_t>(fits, 48, 768);
