@@ -222,8 +222,12 @@ class LocalConfig:
             )
         return self.max_model_len
 
-    def scheduler_config(self, role: Role, model: ModelConfig, num_blocks: int) -> SchedulerConfig:
+    def scheduler_config(
+        self, role: Role, model: ModelConfig, num_blocks: int, *, plans_ahead: bool = True
+    ) -> SchedulerConfig:
         """The settings of a node with `num_blocks` usable blocks.
+
+        `plans_ahead`: what the node has decided, for where `async_scheduling` is unset.
 
         Raises:
             ConfigError: a knob does not go with the longest request of this model.
@@ -236,6 +240,7 @@ class LocalConfig:
         with errors_of(name):
             return SchedulerConfig.of(
                 knobs,
+                plans_ahead=plans_ahead,
                 max_model_len=self.model_len(model),
                 max_parked_blocks=max(1, parked),
             )

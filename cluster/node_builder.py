@@ -42,6 +42,7 @@ class NodeBuilder:
     make_transport: Callable[[str], Transport]  # from the node's id
     listener: Listener
     handoff: HandoffConfig | None = None  # None: as configured
+    roles_change: bool = False  # nodes get other roles, or neighbours of other roles, as they live
 
     def build(self, role: Role, node_id: str, generation: int = 0) -> EngineNode:
         """A node that is not started.
@@ -56,7 +57,14 @@ class NodeBuilder:
             transport, time.monotonic, self.handoff or self.config.transfer.handoff()
         )
         connector = self._with_others(handoff, role, node_id)
-        scheduler = self._make_scheduler(role, node_id, compute.kv_cache, connector)
+        # Decided once: an engine stays what it is when the node's role changes.
+        settings = partial(
+            self.config.scheduler_config,
+            model=self.files.config,
+            num_blocks=compute.kv_cache.num_blocks - 1,
+            plans_ahead=self._plans_ahead(role),
+        )
+        scheduler = self._make_scheduler(node_id, settings(role), compute.kv_cache, connector)
         info = self._make_info(role, node_id, generation, transport.endpoint, scheduler)
         host = EngineHost(
             info,
@@ -70,12 +78,21 @@ class NodeBuilder:
             NodeRoles(
                 connector=handoff,
                 decode=self.config.decode,
-                scheduler_config=partial(self._scheduler_config, num_blocks=info.num_blocks),
+                scheduler_config=settings,
             ),
         )
 
-    def _scheduler_config(self, role: Role, num_blocks: int) -> SchedulerConfig:
-        return self.config.scheduler_config(role, self.files.config, num_blocks)
+    def _plans_ahead(self, role: Role) -> bool:
+        """Whether a node that is built in this role does, where nobody has said it.
+
+        A step on a CPU is so long that planning costs nothing beside it, and a request that comes
+        meanwhile waits for one more step if the next one is planned already. That is worth it only
+        where KV is moved while steps are computed: by a connector, or to and from other nodes.
+        """
+        config = self.config
+        moves_kv = bool(config.transfer.connectors) or self.roles_change
+        only_unified = role is Role.UNIFIED and set(config.num_nodes) == {Role.UNIFIED}
+        return config.engine.is_cuda or moves_kv or not only_unified
 
     def _with_others(self, handoff: HandoffConnector, role: Role, node_id: str) -> KVConnector:
         """The hand-off goes first: KV that comes from a prefill node is all that is needed."""
@@ -92,14 +109,17 @@ class NodeBuilder:
         return MultiConnector([handoff, *others]) if others else handoff
 
     def _make_scheduler(
-        self, role: Role, node_id: str, kv_cache: KVCacheConfig, connector: KVConnector
+        self,
+        node_id: str,
+        settings: SchedulerConfig,
+        kv_cache: KVCacheConfig,
+        connector: KVConnector,
     ) -> Scheduler:
         cache = CacheConfig(
             num_blocks=kv_cache.num_blocks,
             block_size=kv_cache.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
-        settings = self._scheduler_config(role, cache.num_usable_blocks)
         if self.config.record_schedules is None:
             return Scheduler(settings, cache, connector)
         return self._make_recording(node_id, settings, cache, connector)

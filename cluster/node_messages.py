@@ -54,6 +54,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     cpus: tuple[int, ...] | None
     module_path: tuple[str, ...]  # where Python finds `compute`
     log_level: int
+    roles_change: bool = False  # as of NodeBuilder
 
 
 # ---------------------------------------------------------------------- questions to a node

@@ -50,6 +50,7 @@ def build_node(setup: Setup, listener: Listener) -> EngineNode:
             setup.config, node_id, hub=hub, token=setup.token.value
         ),
         listener=listener,
+        roles_change=setup.roles_change,
     )
     return builder.build(setup.role, setup.node_id, setup.generation)
 

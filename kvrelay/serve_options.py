@@ -114,7 +114,11 @@ def serve(
         ),
     ] = SchedulerKnobs.max_num_scheduled_tokens,
     async_scheduling: Annotated[
-        bool, typer.Option(help="Plan a step while the one before it runs.")
+        bool | None,
+        typer.Option(
+            help="Plan a step while the one before it runs.",
+            show_default="by node: on, but off on a CPU where no KV is moved",
+        ),
     ] = SchedulerKnobs.async_scheduling,
     # how prompts are cut,
     enable_chunked_prefill: Annotated[

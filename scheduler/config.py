@@ -53,7 +53,7 @@ class SchedulerKnobs:
     spec_method: SpecMethod | None = None
     num_speculative_tokens: int = 0  # drafts for each request and step
 
-    async_scheduling: bool = True  # plan step n+1 while step n runs
+    async_scheduling: bool | None = None  # plan step n+1 while step n runs; None: the node decides
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -112,6 +112,12 @@ class SchedulerKnobs:
                 "must be off with draft tokens: they are known only when the step before has run",
             )
 
+    def plans_ahead(self, usual: bool) -> bool:
+        """`async_scheduling`, and where that is unset: as `usual`, but never with draft tokens."""
+        if self.async_scheduling is None:
+            return usual and self.spec_method is None
+        return self.async_scheduling
+
     @property
     def token_budget(self) -> int:
         """Tokens given out in a step."""
@@ -137,12 +143,19 @@ class SchedulerConfig(SchedulerKnobs):
         ConfigError: a value is out of range, or two of them cannot go together.
     """
 
+    async_scheduling: bool = True  # here it is decided
     max_model_len: int = 2048  # prompt + output of a request
 
     @classmethod
-    def of(cls, knobs: SchedulerKnobs, **changes: Any) -> SchedulerConfig:
-        """The same knobs, for a model; `changes` name fields of this class."""
+    def of(
+        cls, knobs: SchedulerKnobs, *, plans_ahead: bool = True, **changes: Any
+    ) -> SchedulerConfig:
+        """The same knobs, for a model; `changes` name fields of this class.
+
+        `plans_ahead`: what `async_scheduling` is where the knobs leave it unset.
+        """
         values = {field.name: getattr(knobs, field.name) for field in fields(SchedulerKnobs)}
+        values["async_scheduling"] = knobs.plans_ahead(plans_ahead)
         return cls(**(values | changes))
 
     def __post_init__(self) -> None:

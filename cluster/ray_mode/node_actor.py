@@ -197,6 +197,7 @@ def _build(plan: NodePlan, config: LocalConfig, follower: NodeFollower) -> Engin
         cpus=cores.cpus,
         module_path=spec.module_path,
         log_level=spec.log_level,
+        roles_change=True,  # by `kvrelay role`, and by `kvrelay scale` the roles of others
     )
     return build_node(setup, follower)
 

@@ -3,7 +3,7 @@
 from engine.kernels.build import KernelsUnavailable
 from engine.kernels.choice import choose_kernels
 from engine.kernels.compiled_kernels import CompiledKernels
-from engine.kernels.kernels import INT8_GROUP, Int8Weight, Kernels, LinearWeight
+from engine.kernels.kernels import INT8_GROUP, Int8Weight, Kernels, LinearWeight, PackedWeight
 from engine.kernels.torch_kernels import TorchKernels, dequantized
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Kernels",
     "KernelsUnavailable",
     "LinearWeight",
+    "PackedWeight",
     "TorchKernels",
     "choose_kernels",
     "dequantized",

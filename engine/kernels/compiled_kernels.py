@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.build import build
-from engine.kernels.kernels import Int8Weight, LinearWeight
+from engine.kernels.kernels import Int8Weight, LinearWeight, PackedWeight
 
 # With so many rows there is time for bringing both sides into an order that suits AMX, or the
 # library that torch multiplies with: sums are then in another order.
@@ -24,6 +24,7 @@ class CompiledKernels:
     """
 
     name = "compiled"
+    keeps_packed = True
 
     def __init__(self, module: ModuleType | None = None, *, batch_invariant: bool = False) -> None:
         """Raises KernelsUnavailable: they cannot be built here."""
@@ -42,6 +43,9 @@ class CompiledKernels:
         if isinstance(weight, Int8Weight):
             multiply = kernels.linear_int8_of_many_rows if use_amx else kernels.linear_int8
             return multiply(x, weight.values, weight.scales, bias, residual)  # type: ignore[no-any-return]
+        if isinstance(weight, PackedWeight):
+            multiply = kernels.linear_packed_of_many_rows if use_amx else kernels.linear_packed
+            return multiply(x, weight.values, weight.scales, bias, residual)  # type: ignore[no-any-return]
         if use_amx:
             return kernels.linear_of_many_rows(x, weight, bias, residual)  # type: ignore[no-any-return]
         if len(x) < _MANY_ROWS or self.batch_invariant:
@@ -50,7 +54,10 @@ class CompiledKernels:
         return product if residual is None else product.add_(residual)
 
     def gated_linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, Tensor) and self._use_amx(x):
+        if not isinstance(weight, Int8Weight) and self._use_amx(x):
+            if isinstance(weight, PackedWeight):
+                multiply = self._module.gated_linear_packed_of_many_rows
+                return multiply(x, weight.values, weight.scales, bias)  # type: ignore[no-any-return]
             return self._module.gated_linear_of_many_rows(x, weight, bias)  # type: ignore[no-any-return]
         return self.silu_and_mul(self.linear(x, weight, bias))
 

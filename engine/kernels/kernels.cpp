@@ -193,9 +193,10 @@ struct Ahead {
   int64_t lines_per_step;  // 0, 1, 2 or 4; a step is 16 numbers of k
 };
 
-// Where a tile's rows of w come from: float32, or 8 bits with a scale for each group of a row.
+// Where a tile's rows of w come from: float32, 8 bits with a scale for each group of a row, or 4 bits
+// with a scale and an offset.
 struct FloatRows {
-  static constexpr int64_t BYTES = 4;
+  static constexpr int64_t PER_LINE = LINE / 4;
   const float* values;
   int64_t stride;
 
@@ -213,7 +214,7 @@ struct FloatRows {
 constexpr int64_t INT8_GROUP = 64;  // as in kernels.py
 
 struct Int8Rows {
-  static constexpr int64_t BYTES = 1;
+  static constexpr int64_t PER_LINE = LINE;
   const int8_t* bytes;
   const float* scales;
   int64_t stride, scale_stride, offset;  // of the first number from the start of its row
@@ -241,6 +242,42 @@ struct Int8Rows {
     for (int64_t j = 0; j < LANES; j++) floats[j] = static_cast<float>(from[j]);
     return floats * scale;
 #endif
+  }
+};
+
+constexpr int64_t PACKED_GROUP = 32;  // as in kernels.py: 16 bytes, the low halves first
+
+struct PackedRows {
+  static constexpr int64_t PER_LINE = 2 * LINE;
+  const uint8_t* bytes;
+  const float* scales;  // scale and offset of each group
+  int64_t num_groups;   // of a row
+  int64_t offset;       // of the first number from the start of its row
+
+  static PackedRows from(const PackedRows& rows, int64_t k) {
+    return {rows.bytes, rows.scales, rows.num_groups, rows.offset + k};
+  }
+  INLINE const uint8_t* group(const PackedRows& rows, int64_t n, uint64_t number) {
+    return rows.bytes + (n * rows.num_groups + number / PACKED_GROUP) * (PACKED_GROUP / 2);
+  }
+  INLINE const void* address(const PackedRows& rows, int64_t n, int64_t i) {
+    return group(rows, n, rows.offset + i);
+  }
+
+  // `i` is a multiple of 16, and rows are of whole groups.
+  INLINE Vec at(const PackedRows& rows, int64_t n, int64_t i, int64_t = LANES) {
+    const uint64_t number = rows.offset + i;  // unsigned: divided by shifting
+    const uint8_t* from = group(rows, n, number);
+    const float* scale = rows.scales + (n * rows.num_groups + number / PACKED_GROUP) * 2;
+    const int shift = number / LANES % 2 * 4;
+#ifdef __AVX512F__
+    const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    const IntVec steps = ((IntVec)_mm512_cvtepu8_epi32(packed) >> shift) & 15;
+#else
+    IntVec steps;
+    for (int64_t j = 0; j < LANES; j++) steps[j] = from[j] >> shift & 15;
+#endif
+    return __builtin_convertvector(steps, Vec) * scale[0] + scale[1];
   }
 };
 
@@ -313,16 +350,22 @@ void any_tile(int64_t num_m, const float* x, int64_t x_stride, const W& w, int64
 
 int64_t chunk_of(int64_t k) { return div_up(div_up(k, LANES), div_up(k, MAX_CHUNK)) * LANES; }
 
-struct Weight {
-  const float* values;  // null: 8 bits
+struct Weight {  // one of three
+  const float* values;
   const int8_t* bytes;
+  const uint8_t* halves;  // of bytes
   const float* scales;
   int64_t num_out, num_in;
 
   const char* row(int64_t n) const {
-    return values != nullptr ? reinterpret_cast<const char*>(values + n * num_in)
-                             : reinterpret_cast<const char*>(bytes + n * num_in);
+    if (values != nullptr) return reinterpret_cast<const char*>(values + n * num_in);
+    if (bytes != nullptr) return reinterpret_cast<const char*>(bytes + n * num_in);
+    return reinterpret_cast<const char*>(halves + n * num_in / 2);
   }
+
+  FloatRows float_rows() const { return {values, num_in}; }
+  Int8Rows int8_rows() const { return {bytes, scales, num_in, div_up(num_in, INT8_GROUP), 0}; }
+  PackedRows packed_rows() const { return {halves, scales, num_in / PACKED_GROUP, 0}; }
 
   // Rows `from` to `to` as floats; if they have to be copied, with rows of zeros up to a multiple of
   // 4. There are no others to read behind the last ones.
@@ -338,6 +381,11 @@ struct Weight {
   void unpack(int64_t n, float* to) const {
     if (values != nullptr) {
       std::memcpy(to, values + n * num_in, num_in * sizeof(float));
+      return;
+    }
+    if (halves != nullptr) {
+      for (int64_t i = 0; i < num_in; i += LANES)
+        store(to + i, PackedRows::at(packed_rows(), n, i));
       return;
     }
     const int8_t* __restrict from = bytes + n * num_in;
@@ -381,11 +429,13 @@ Cut cut_for(int64_t num_rows, int64_t num_out, int64_t num_in) {
 void linear_task(const float* x, int64_t num_rows, int64_t m0, int64_t m1, const Weight& weight,
                  int64_t n0, int64_t n1, int64_t block, float* out) {
   const int64_t k = weight.num_in, chunk = chunk_of(k), num_tiles = div_up(m1 - m0, TILE_M);
-  const int64_t lines = num_tiles == 1 ? 4 : num_tiles <= 3 ? 2 : 1;
+  // What is packed is so small that the CPU's own prefetching suffices.
+  const int64_t dense_lines = num_tiles == 1 ? 4 : num_tiles <= 3 ? 2 : 1;
+  const int64_t lines = weight.halves != nullptr ? 0 : dense_lines;
   const int64_t num_groups = div_up(k, INT8_GROUP);
   for (int64_t first = n0; first < n1; first += block) {
     const int64_t last = std::min(n1, first + block);
-    // Bytes that few rows see are unpacked on the way to registers.
+    // What few rows see is unpacked on the way to registers.
     const bool packed = weight.values == nullptr && num_tiles <= 2 && (last - first) % TILE_N == 0;
     const float* w = packed ? nullptr : weight.rows(first, last);
     Ahead ahead{weight.row(last), weight.row(std::min(n1, last + block)), lines};
@@ -403,7 +453,10 @@ void linear_task(const float* x, int64_t num_rows, int64_t m0, int64_t m1, const
                      out + m * weight.num_out + n, weight.num_out, std::min(TILE_N, last - n), c > 0,
                      ahead);
           };
-          if (packed) {
+          if (packed && weight.halves != nullptr) {
+            run(PackedRows{weight.halves + n * k / 2, weight.scales + n * k / PACKED_GROUP * 2,
+                           k / PACKED_GROUP, c});
+          } else if (packed) {
             run(Int8Rows{weight.bytes + n * k, weight.scales + n * num_groups, k, num_groups, c});
           } else {
             run(FloatRows{w + (n - first) * k + c, k});
@@ -459,7 +512,7 @@ at::Tensor run_linear(const at::Tensor& x, const Weight& weight,
 
 Weight dense(const at::Tensor& weight) {
   TORCH_CHECK(weight.is_contiguous(), "the weight must be contiguous");
-  return {weight.const_data_ptr<float>(), nullptr, nullptr, weight.size(0), weight.size(1)};
+  return {weight.const_data_ptr<float>(), nullptr, nullptr, nullptr, weight.size(0), weight.size(1)};
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
@@ -472,14 +525,30 @@ Weight int8(const at::Tensor& values, const at::Tensor& scales) {
   TORCH_CHECK(values.is_contiguous() && scales.is_contiguous() &&
                   scales.size(1) == div_up(values.size(1), INT8_GROUP),
               "a scale for each ", INT8_GROUP, " numbers of a row");
-  return {nullptr, values.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), values.size(0),
-          values.size(1)};
+  return {nullptr, values.const_data_ptr<int8_t>(), nullptr, scales.const_data_ptr<float>(),
+          values.size(0), values.size(1)};
+}
+
+Weight packed(const at::Tensor& values, const at::Tensor& scales) {
+  const int64_t num_in = values.size(1) * 2;
+  TORCH_CHECK(values.is_contiguous() && scales.is_contiguous() && num_in % PACKED_GROUP == 0 &&
+                  scales.dim() == 3 && scales.size(0) == values.size(0) &&
+                  scales.size(1) == num_in / PACKED_GROUP && scales.size(2) == 2,
+              "a scale and an offset for each ", PACKED_GROUP, " numbers of a row");
+  return {nullptr, nullptr, values.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(),
+          values.size(0), num_in};
 }
 
 at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& values, const at::Tensor& scales,
                        const std::optional<at::Tensor>& bias,
                        const std::optional<at::Tensor>& residual) {
   return run_linear(x, int8(values, scales), bias, residual);
+}
+
+at::Tensor linear_packed(const at::Tensor& x, const at::Tensor& values, const at::Tensor& scales,
+                         const std::optional<at::Tensor>& bias,
+                         const std::optional<at::Tensor>& residual) {
+  return run_linear(x, packed(values, scales), bias, residual);
 }
 
 // ------------------------------------------------------------------- linear, for many rows, by AMX
@@ -611,7 +680,7 @@ class Packing {
 
   INLINE_MEMBER void fetch(int64_t row, int64_t at) const {
     if (row >= num_rows_) return;
-    for (int64_t i = 0; i < AMX_K; i += LINE / W::BYTES)
+    for (int64_t i = 0; i < AMX_K; i += W::PER_LINE)
       __builtin_prefetch(W::address(rows_, row, at + i), 0, 2);
   }
 
@@ -808,10 +877,9 @@ at::Tensor amx_linear(const at::Tensor& x, const W& w, int64_t num_out, bool is_
 at::Tensor amx_linear_of(const at::Tensor& x, const Weight& w, const std::optional<at::Tensor>& bias,
                          const std::optional<at::Tensor>& residual) {
   check_sizes(x, w, bias, residual);
-  if (w.values != nullptr)
-    return amx_linear(x, FloatRows{w.values, w.num_in}, w.num_out, false, bias, residual);
-  const Int8Rows rows{w.bytes, w.scales, w.num_in, div_up(w.num_in, INT8_GROUP), 0};
-  return amx_linear(x, rows, w.num_out, false, bias, residual);
+  if (w.values != nullptr) return amx_linear(x, w.float_rows(), w.num_out, false, bias, residual);
+  if (w.bytes != nullptr) return amx_linear(x, w.int8_rows(), w.num_out, false, bias, residual);
+  return amx_linear(x, w.packed_rows(), w.num_out, false, bias, residual);
 }
 
 at::Tensor linear_of_many_rows(const at::Tensor& x, const at::Tensor& weight,
@@ -829,14 +897,33 @@ at::Tensor linear_int8_of_many_rows(const at::Tensor& x, const at::Tensor& value
 
 at::Tensor silu_and_mul(const at::Tensor& gate_up);
 
+at::Tensor linear_packed_of_many_rows(const at::Tensor& x, const at::Tensor& values,
+                                      const at::Tensor& scales,
+                                      const std::optional<at::Tensor>& bias,
+                                      const std::optional<at::Tensor>& residual) {
+  return amx_linear_of(x, packed(values, scales), bias, residual);
+}
+
 // SwiGLU of a projection. If k is one chunk, gates and ups never see memory.
-at::Tensor gated_linear_of_many_rows(const at::Tensor& x, const at::Tensor& weight,
-                                     const std::optional<at::Tensor>& bias) {
-  const Weight w = dense(weight);
+at::Tensor amx_gated_linear(const at::Tensor& x, const Weight& w,
+                            const std::optional<at::Tensor>& bias) {
   TORCH_CHECK(w.num_out % 2 == 0, "as many gates as ups");
   if (bias || w.num_in > MAX_CHUNK) return silu_and_mul(amx_linear_of(x, w, bias, std::nullopt));
   check_sizes(x, w, bias, std::nullopt);
-  return amx_linear(x, FloatRows{w.values, w.num_in}, w.num_out / 2, true, bias, std::nullopt);
+  if (w.halves != nullptr)
+    return amx_linear(x, w.packed_rows(), w.num_out / 2, true, bias, std::nullopt);
+  return amx_linear(x, w.float_rows(), w.num_out / 2, true, bias, std::nullopt);
+}
+
+at::Tensor gated_linear_of_many_rows(const at::Tensor& x, const at::Tensor& weight,
+                                     const std::optional<at::Tensor>& bias) {
+  return amx_gated_linear(x, dense(weight), bias);
+}
+
+at::Tensor gated_linear_packed_of_many_rows(const at::Tensor& x, const at::Tensor& values,
+                                            const at::Tensor& scales,
+                                            const std::optional<at::Tensor>& bias) {
+  return amx_gated_linear(x, packed(values, scales), bias);
 }
 
 #endif  // __AMX_BF16__
@@ -1446,12 +1533,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #ifdef __AMX_BF16__
   module.attr("has_amx") = request_amx();
   module.def("linear_of_many_rows", &linear_of_many_rows, no_gil);
+  module.def("linear_packed_of_many_rows", &linear_packed_of_many_rows, no_gil);
   module.def("gated_linear_of_many_rows", &gated_linear_of_many_rows, no_gil);
+  module.def("gated_linear_packed_of_many_rows", &gated_linear_packed_of_many_rows, no_gil);
   module.def("linear_int8_of_many_rows", &linear_int8_of_many_rows, no_gil);
 #else
   module.attr("has_amx") = false;
 #endif
   module.def("linear_int8", &linear_int8, no_gil);
+  module.def("linear_packed", &linear_packed, no_gil);
   module.def("rms_norm", &rms_norm, no_gil);
   module.def("silu_and_mul", &silu_and_mul, no_gil);
   module.def("rotate", &rotate, no_gil);

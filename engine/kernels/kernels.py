@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 INT8_GROUP = 64  # numbers of a row that share a scale
+PACKED_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,24 @@ class Int8Weight:
         return out_size, in_size
 
 
-LinearWeight = Tensor | Int8Weight
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight `[out, in]` in 4 bits, as GGUF's Q4_0, Q4_1 and Q4_K have it: without any loss.
+
+    Number (o, i) is `scales[o, i // 32, 0] * steps + scales[o, i // 32, 1]`, rounded once, where
+    `steps` is half of a byte: in each group of 32 the low halves of its 16 bytes are the first 16.
+    """
+
+    values: Tensor  # uint8 [out, in / 2]
+    scales: Tensor  # float32 [out, in / 32, 2]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        out_size, half = self.values.shape
+        return out_size, 2 * half
+
+
+LinearWeight = Tensor | Int8Weight | PackedWeight
 
 
 class Kernels(Protocol):
@@ -32,6 +50,10 @@ class Kernels(Protocol):
     @property
     def name(self) -> str:
         """Under which people know it."""
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether `PackedWeight` is worth keeping: it is computed with as fast, or faster."""
 
     def linear(
         self,

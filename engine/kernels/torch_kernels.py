@@ -6,7 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.kernels import INT8_GROUP, Int8Weight, LinearWeight
+from engine.kernels.kernels import (
+    INT8_GROUP,
+    PACKED_GROUP,
+    Int8Weight,
+    LinearWeight,
+    PackedWeight,
+)
 
 # Limits that were measured with MKL in float32 on two cores with AVX-512.
 _FEW_ROWS = 8
@@ -18,6 +24,7 @@ class TorchKernels:
     """See `engine.kernels.Kernels`."""
 
     name = "torch"
+    keeps_packed = False  # each use would cost a dense copy
 
     def linear(
         self,
@@ -26,7 +33,7 @@ class TorchKernels:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(weight, Int8Weight):
+        if not isinstance(weight, Tensor):
             weight = dequantized(weight, x.dtype)
         product = _linear(x, weight, bias)
         return product if residual is None else product.add_(residual)
@@ -48,11 +55,21 @@ class TorchKernels:
         return heads.copy_(rotated)
 
 
-def dequantized(weight: Int8Weight, dtype: torch.dtype) -> Tensor:
+def dequantized(weight: Int8Weight | PackedWeight, dtype: torch.dtype) -> Tensor:
     """The numbers that the weight stands for, `[out, in]`."""
+    if isinstance(weight, PackedWeight):
+        return _unpacked(weight).to(dtype)
     in_size = weight.values.shape[1]
     scales = weight.scales.to(dtype).repeat_interleave(INT8_GROUP, dim=1)[:, :in_size]
     return weight.values.to(dtype).mul_(scales)
+
+
+def _unpacked(weight: PackedWeight) -> Tensor:
+    groups = weight.values.view(len(weight.values), -1, PACKED_GROUP // 2)
+    steps = torch.cat((groups & 15, groups >> 4), dim=-1).to(torch.float64)
+    scales = weight.scales.to(torch.float64)
+    numbers = steps * scales[..., :1] + scales[..., 1:]
+    return numbers.to(torch.float32).flatten(1)  # rounded once
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -114,8 +114,10 @@ class Layers:
         return GatedLinear(self._kernels, *self._stacked((gate, up), bias))
 
     def _stacked(self, names: Sequence[str], bias: bool) -> tuple[LinearWeight, Tensor | None]:
-        full = self._weights.stacked(*(f"{name}.weight" for name in names))
-        weight = full if self._quantization is None else quantized(full, self._quantization)
+        weight: LinearWeight | None = self._weights.packed(*(f"{name}.weight" for name in names))
+        if weight is None:
+            full = self._weights.stacked(*(f"{name}.weight" for name in names))
+            weight = full if self._quantization is None else quantized(full, self._quantization)
         return weight, self._weights.stacked(*(f"{name}.bias" for name in names)) if bias else None
 
     def rms_norm(self, name: str, eps: float) -> RMSNorm:

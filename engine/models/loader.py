@@ -17,7 +17,7 @@ from engine.models.mistral import mistral
 from engine.models.qwen2 import qwen2
 from engine.models.qwen3 import qwen3
 from engine.models.smollm3 import smollm3
-from engine.weights import ModelConfig, open_weights
+from engine.weights import ModelConfig, open_packed, open_weights
 
 ARCHITECTURES: Mapping[str, Callable[[ModelConfig, Layers], CausalLM]] = {
     "LlamaForCausalLM": llama,
@@ -45,6 +45,9 @@ def load_model(
     config = ModelConfig.load(directory / "config.json")
     index = open_weights(directory)
     index.check(config, directory)
-    weights = MappedWeights(index, dtype, device)
-    layers = Layers(weights, kernels or TorchKernels(), quantization)
+    kernels = kernels or TorchKernels()
+    # In 4 bits the numbers are the same, but only as long as they are to be float32.
+    keep = kernels.keeps_packed and quantization is None and dtype is torch.float32
+    packed = open_packed(directory) if keep else None
+    layers = Layers(MappedWeights(index, dtype, device, packed), kernels, quantization)
     return ARCHITECTURES[config.architecture](config, layers)

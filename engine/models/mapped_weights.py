@@ -12,13 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.weights import TensorLocation, WeightIndex
+from engine.kernels import PackedWeight
+from engine.weights import TensorLocation, WeightIndex, scales_of
 
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "U8": torch.uint8,  # packed
 }
 
 
@@ -29,25 +31,50 @@ class MappedWeights:
     """
 
     def __init__(
-        self, index: WeightIndex, dtype: torch.dtype = torch.float32, device: str = "cpu"
+        self,
+        index: WeightIndex,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        packed: WeightIndex | None = None,
     ) -> None:
-        self._index = index
+        """`packed`: what there is in 4 bits as well, if it shall be used."""
         self.dtype = dtype
         self.device = torch.device(device)
-        self._files = {path: _map(path) for path in index.files()}
+        self._files = _MappedFiles(index)
+        self._packed = None if packed is None else _MappedFiles(packed)
 
     def tensor(self, name: str) -> Tensor:
-        location = self._index.location(name)
-        return self._view(location, location.shape)
+        return self._files.stacked(name).to(self.device, self.dtype)
 
     def stacked(self, *names: str) -> Tensor:
         """The tensors one below the other, as if they were one.
 
         If they lie one after the other in their file, as converted models do, that is a view.
         """
+        return self._files.stacked(*names).to(self.device, self.dtype)
+
+    def packed(self, *names: str) -> PackedWeight | None:
+        """As `stacked`, if all of them are there in 4 bits."""
+        if self._packed is None or not all(name in self._packed for name in names):
+            return None
+        scales = self._packed.stacked(*(scales_of(name) for name in names))
+        return PackedWeight(self._packed.stacked(*names), scales)
+
+
+class _MappedFiles:
+    """The tensors of an index as they are stored."""
+
+    def __init__(self, index: WeightIndex) -> None:
+        self._index = index
+        self._files = {path: _map(path) for path in index.files()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index.names
+
+    def stacked(self, *names: str) -> Tensor:
         locations = [self._index.location(name) for name in names]
         if not _are_adjacent(locations):
-            return torch.cat([self.tensor(name) for name in names])
+            return torch.cat([self._view(location, location.shape) for location in locations])
         num_rows = sum(location.shape[0] for location in locations)
         return self._view(locations[0], (num_rows, *locations[0].shape[1:]))
 
@@ -57,7 +84,7 @@ class MappedWeights:
         data = self._files[location.path][location.offset : location.offset + num_bytes]
         if location.offset % dtype.itemsize:
             data = data.clone()  # a file that does not align its tensors
-        return data.view(dtype).view(shape).to(self.device, self.dtype)
+        return data.view(dtype).view(shape)
 
 
 def _map(path: Path) -> Tensor:

@@ -16,7 +16,13 @@ from engine.weights.rope_scaling import (
     RopeScaling,
     YarnScaling,
 )
-from engine.weights.safetensors_dir import TensorLocation, WeightIndex, open_weights
+from engine.weights.safetensors_dir import (
+    TensorLocation,
+    WeightIndex,
+    open_packed,
+    open_weights,
+    scales_of,
+)
 from engine.weights.staging import build_once
 from engine.weights.store import ModelStore
 
@@ -38,6 +44,8 @@ __all__ = [
     "WeightIndex",
     "YarnScaling",
     "build_once",
+    "open_packed",
     "open_weights",
+    "scales_of",
     "tensor_shapes",
 ]

@@ -3,7 +3,8 @@
 Knows what llama.cpp did to a model when it wrote the file, and undoes it:
 
 * names: `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`;
-* quantised blocks become float32, which no later cast can make worse;
+* quantised blocks become float32, which no later cast can make worse; those of 4 bits are kept as
+  well, in a file of their own, because a kernel can compute with them as they are;
 * of some families rows of q and k are permuted. Rotary embeddings pair row i of a head with row
   i + d/2 in Hugging Face, and of these families row 2i with row 2i + 1 in ggml:
 
@@ -20,7 +21,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,23 +30,27 @@ from engine.weights.config import ModelConfig
 from engine.weights.gguf_config import ROPE_DIVISORS, GGUFConfig, GGUFFamily, one_or_many
 from engine.weights.gguf_file import GGUFFile, GGUFTensor
 from engine.weights.gguf_tokenizer import GGUFTokenizer
-from engine.weights.model_tensors import from_gguf_name, tensor_shapes
+from engine.weights.model_tensors import Shape, from_gguf_name, tensor_shapes
+from engine.weights.packed_blocks import GROUP, PackedRows, can_pack, pack
 from engine.weights.progress import ProgressSink, Stage
-from engine.weights.safetensors_dir import SINGLE_FILE
+from engine.weights.safetensors_dir import PACKED_FILE, SINGLE_FILE, scales_of
 from engine.weights.safetensors_writer import float32_bytes, write_safetensors
 from protocol import ModelError
 
 Json = dict[str, Any]
 
+_Number = TypeVar("_Number", np.float32, np.uint8)
+
 # Raised when a conversion writes something else than before, so that cached ones are made anew.
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 
 _SPARE_BYTES = 64 * 1024 * 1024  # for everything that is not weights
 
 
 def convert_gguf(source: Path, target: Path, progress: ProgressSink) -> None:
-    """Write `source` as config.json, model.safetensors (float32), tokenizer.json,
-    tokenizer_config.json, generation_config.json and chat_template.jinja into `target`.
+    """Write `source` as config.json, model.safetensors (float32), packed.safetensors (if there is
+    anything for it), tokenizer.json, tokenizer_config.json, generation_config.json and
+    chat_template.jinja into `target`.
 
     `target` exists and is empty; on an error it is left half full. Raises ModelError: broken or cut
     off, another architecture, tensors that do not fit, a type that cannot be dequantised, an
@@ -57,7 +62,8 @@ def convert_gguf(source: Path, target: Path, progress: ProgressSink) -> None:
     config_json = gguf_config.config_json(tokenizer)
     config = ModelConfig.parse(json.dumps(config_json).encode(), source)
     tensors = _tensors_by_name(file, config)
-    _check_room(config, target)
+    packable = {name: tensors[name] for name in tensor_shapes(config) if _can_pack(tensors[name])}
+    _check_room(config, packable, target)
 
     _write_json(target / "config.json", config_json)
     _write_json(target / "generation_config.json", _generation_config(tokenizer))
@@ -65,15 +71,24 @@ def convert_gguf(source: Path, target: Path, progress: ProgressSink) -> None:
     (target / "tokenizer.json").write_text(tokenizer.tokenizer_json(), encoding="utf-8")
     if tokenizer.chat_template is not None:
         (target / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+    order, metadata = _Order(config, gguf_config.family), {"format": "pt", "source": source.name}
     write_safetensors(
         target / SINGLE_FILE,
         {name: tensor.shape for name, tensor in tensors.items()},
-        _converted(file, tensors, _Order(config, gguf_config.family), progress),
-        metadata={"format": "pt", "source": source.name},
+        _converted(file, tensors, order, progress),
+        metadata,
     )
+    if packable:
+        write_safetensors(
+            target / PACKED_FILE,
+            _packed_shapes(packable),
+            _packed(file, packable, order),
+            metadata,
+            of_bytes=packable.keys(),
+        )
 
 
-def unpermute(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+def unpermute(rows: NDArray[_Number], num_heads: int) -> NDArray[_Number]:
     """Undo llama.cpp's order of the rows of q or k (or of their bias).
 
     `rows` is [num_heads * head_dim, ...]; within a head, (pair, half) becomes (half, pair).
@@ -113,8 +128,9 @@ def _tensors_by_name(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTenso
     return tensors
 
 
-def _check_room(config: ModelConfig, target: Path) -> None:
-    needed = float32_bytes(tensor_shapes(config)) + _SPARE_BYTES
+def _check_room(config: ModelConfig, packable: dict[str, GGUFTensor], target: Path) -> None:
+    packed = float32_bytes(_packed_shapes(packable))  # more than it is: values take a byte
+    needed = float32_bytes(tensor_shapes(config)) + packed + _SPARE_BYTES
     free = shutil.disk_usage(target).free
     if free < needed:
         raise ModelError(
@@ -133,6 +149,33 @@ def _converted(
         progress.update(Stage.CONVERT, done, len(tensors))
 
 
+def _can_pack(tensor: GGUFTensor) -> bool:
+    return len(tensor.shape) == 2 and can_pack(tensor.type)
+
+
+def _packed_shapes(tensors: dict[str, GGUFTensor]) -> dict[str, Shape]:
+    """All values, then all scales: what is next to each other can be mapped as one."""
+    values: dict[str, Shape] = {}
+    scales: dict[str, Shape] = {}
+    for name, tensor in tensors.items():
+        num_rows, num_columns = tensor.shape
+        values[name] = (num_rows, num_columns // 2)
+        scales[scales_of(name)] = (num_rows, num_columns // GROUP, 2)
+    return values | scales
+
+
+def _packed(
+    file: GGUFFile, tensors: dict[str, GGUFTensor], order: _Order
+) -> Iterator[tuple[str, NDArray[np.float32] | NDArray[np.uint8]]]:
+    def packed(name: str) -> PackedRows:  # twice, so that memory never holds more than one
+        return pack(file.raw_rows(tensors[name]), tensors[name].type)
+
+    for name in tensors:
+        yield name, order.undone(name, packed(name).values)
+    for name in tensors:
+        yield scales_of(name), order.undone(name, packed(name).scales)
+
+
 @dataclass(frozen=True, slots=True)
 class _Order:
     """Which rows llama.cpp has permuted."""
@@ -140,7 +183,7 @@ class _Order:
     config: ModelConfig
     family: GGUFFamily
 
-    def undone(self, name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def undone(self, name: str, values: NDArray[_Number]) -> NDArray[_Number]:
         if not self.family.permutes_rows:
             return values
         if ".q_proj." in name:

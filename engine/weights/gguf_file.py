@@ -95,15 +95,18 @@ class GGUFFile:
             raise self.broken(f"metadata {key} is not a list of {kind.__name__}")
         return values  # type: ignore[return-value]  # every item was just looked at
 
+    def raw_rows(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
+        """The bytes of the tensor's rows, `[..., rows, bytes of a row]`."""
+        raw = np.frombuffer(self._bytes, np.uint8, tensor.nbytes, tensor.offset)
+        return raw.reshape(*tensor.shape[:-1], -1)
+
     def dequantize(self, tensor: GGUFTensor) -> NDArray[np.float32]:
         """The tensor in float32, of `tensor.shape`.
 
         Raises ModelError for a type that the `gguf` package cannot dequantise.
         """
-        raw = np.frombuffer(self._bytes, np.uint8, tensor.nbytes, tensor.offset)
-        rows = raw.reshape(*tensor.shape[:-1], -1)
         try:
-            values = gguf.quants.dequantize(rows, tensor.type)
+            values = gguf.quants.dequantize(self.raw_rows(tensor), tensor.type)
         except NotImplementedError as error:
             raise self.broken(
                 f"tensor {tensor.name} has type {tensor.type.name}, which cannot be dequantised;"

@@ -19,6 +19,7 @@ from engine.weights.model_tensors import Shape, is_redundant, tensor_shapes
 from protocol import ModelError
 
 SINGLE_FILE = "model.safetensors"
+PACKED_FILE = "packed.safetensors"  # what of a converted model there is in 4 bits, too
 SHARD_INDEX = "model.safetensors.index.json"
 
 LOADABLE_DTYPES = ("BF16", "F16", "F32", "F64")
@@ -118,6 +119,21 @@ def open_weights(directory: Path) -> WeightIndex:
     raise _broken(
         directory, f"has neither {SINGLE_FILE} nor {SHARD_INDEX}; only safetensors can be loaded"
     )
+
+
+def open_packed(directory: Path) -> WeightIndex | None:
+    """Index what is there of a converted model in 4 bits as well: for each name its values
+    `[out, in / 2]`, and its scales (`scales_of`).
+
+    Raises ModelError: the file is broken.
+    """
+    path = directory / PACKED_FILE
+    return WeightIndex(_read_header(path)) if path.is_file() else None
+
+
+def scales_of(name: str) -> str:
+    """Under which the scales of a packed tensor are kept."""
+    return f"{name}.scales"
 
 
 class _ShardIndexJson(msgspec.Struct):

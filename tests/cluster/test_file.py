@@ -169,6 +169,27 @@ class TestKnobs:
         assert local == LocalConfig(**changed)
         assert getattr(getattr(local, field), name) != getattr(LocalConfig().scheduler, name)
 
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("{}", None),
+            ("{async_scheduling: null}", None),
+            ("{async_scheduling: true}", True),
+            ("{async_scheduling: false}", False),
+        ],
+    )
+    def test_planning_ahead_is_on_off_or_left_to_the_nodes(
+        self, read: Read, text: str, value: bool | None
+    ) -> None:
+        assert read(f"scheduler: {text}").local_config().scheduler.async_scheduling is value
+        own = read(f"scheduler: {{async_scheduling: true}}\ndecode: {{scheduler: {text}}}")
+        decode = own.local_config().decode_scheduler
+        assert (decode and decode.async_scheduling) is (None if text == "{}" else value)
+
+    def test_planning_ahead_is_nothing_else(self, read: Read) -> None:
+        with pytest.raises(ConfigError, match=r"scheduler\.async_scheduling: .*maybe"):
+            read("scheduler: {async_scheduling: maybe}")
+
     @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
     def test_what_the_engine_cannot_do_yet(self, read: Read, name: str) -> None:
         file = read(f"decode: {{scheduler: {_flow(OTHER_KNOBS[name])}}}")

@@ -77,6 +77,18 @@ class TestEveryKnobHasAnOption:
         with pytest.raises(ConfigError, match=r"this engine .* yet"):
             asked_for.local_config()
 
+    @pytest.mark.parametrize(
+        ("typed", "value"),
+        [([], None), (["--async-scheduling"], True), (["--no-async-scheduling"], False)],
+    )
+    def test_planning_ahead_is_on_off_or_left_to_the_nodes(
+        self, typed: list[str], value: bool | None
+    ) -> None:
+        local = settings(*typed, "--topology=unified", "--max-model-len=512").local_config()
+        assert local.scheduler.async_scheduling is value
+        (node,) = LocalCluster(local, hash_files(), HashComputeFactory(64)).nodes
+        assert node.host.engine.scheduler.config.async_scheduling is bool(value)
+
 
 class TestDefaults:
     def test_those_of_the_shipped_file_are_those_without_a_file_but_for_the_nodes(self) -> None:
@@ -112,7 +124,8 @@ class TestOptionsWinOverTheFile:
     def test_even_with_the_default(self, write: Write) -> None:
         file = write("scheduler: {max_num_seqs: 7, async_scheduling: false}\nmax_model_len: 9")
         local = settings("--max-num-seqs=64", "--async-scheduling", file=file).local_config()
-        assert local == LocalConfig(max_model_len=9)
+        knobs = SchedulerKnobs(async_scheduling=True)
+        assert local == LocalConfig(max_model_len=9, scheduler=knobs)
 
     def test_a_file_for_both_halves_can_be_served_unified(self) -> None:
         local = settings("--topology=unified", file=SHIPPED).local_config()

@@ -93,7 +93,7 @@ async def test_one_ulp_in_one_logit_is_found(
 
 async def test_other_tokens_are_found(verify: Verify, make_compute: MakeCompute) -> None:
     def has_async_scheduling(config: LocalConfig) -> bool:
-        return config.scheduler.async_scheduling
+        return config.scheduler.async_scheduling is True
 
     wrong = spoiled(make_compute, has_async_scheduling, ForgetfulModel)
     results = await verify(make_compute=wrong, only=("async scheduling",))
