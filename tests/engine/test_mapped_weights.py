@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import save_file
 
-from engine.models import load_model
+from engine.engine_config import Quantization
+from engine.kernels import CompiledKernels, TorchKernels, dequantized
+from engine.models import load_model, loader
 from engine.models.mapped_weights import MappedWeights
-from engine.weights import open_weights
+from engine.weights import NoProgress, open_packed, open_weights
+from engine.weights.gguf import convert_gguf
 from engine.weights.safetensors_writer import write_safetensors
 from protocol import ModelError
+from tests.engine.paged import Sequential, compute, nan_cache
 from tests.engine.tiny import tiny_model_dir
+from tests.engine.weights.tiny_models import TinyGGUF
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "v": (2, 6), "o": (6, 4), "norm": (6,)}
 
@@ -76,3 +82,56 @@ def test_a_directory_that_does_not_fit_its_config_is_refused(tmp_path: Path) -> 
     save_file({"model.norm.weight": torch.ones(64)}, directory / "model.safetensors")
     with pytest.raises(ModelError, match="is missing"):
         load_model(directory)
+
+
+class TestPacked:
+    """What a converted model has in 4 bits as well."""
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> Path:
+        tiny = TinyGGUF()
+        tiny.quantize(Type.Q4_1)
+        target = tmp_path / "converted"
+        target.mkdir()
+        convert_gguf(tiny.write(tmp_path / "tiny.gguf"), target, NoProgress())
+        return target
+
+    def test_is_mapped(self, directory: Path) -> None:
+        index = open_weights(directory)
+        weights = MappedWeights(index, packed=open_packed(directory))
+        names = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
+        packed = weights.packed(*names)
+        assert packed is not None
+        assert torch.equal(dequantized(packed, torch.float32), weights.stacked(*names))
+        first = weights.packed(names[0])
+        assert first is not None
+        assert packed.values.data_ptr() == first.values.data_ptr()
+        assert packed.scales.data_ptr() == first.scales.data_ptr()
+        assert weights.packed(names[0], "model.norm.weight") is None
+        assert MappedWeights(index).packed(*names) is None
+
+    def test_models_compute_the_same_bits(self, directory: Path) -> None:
+        for num_tokens in (1, 9, 100):
+            ids = [token % 50 for token in range(num_tokens)]
+            results = []
+            for kernels in (CompiledKernels(), Unpacking()):
+                model = load_model(directory, kernels)
+                sequence = Sequential(ids, range(1, 30))
+                [logits] = compute(model, nan_cache(model), [(sequence, num_tokens)])
+                results.append(logits.view(torch.int32))
+            assert torch.equal(*results)
+
+    def test_only_in_float32(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(directory: Path) -> None:
+            raise AssertionError(directory)
+
+        monkeypatch.setattr(loader, "open_packed", refuse)
+        load_model(directory, TorchKernels())
+        load_model(directory, CompiledKernels(), quantization=Quantization.INT8)
+        load_model(directory, TorchKernels(), dtype=torch.bfloat16)
+        with pytest.raises(AssertionError):
+            load_model(directory, CompiledKernels())
+
+
+class Unpacking(CompiledKernels):
+    keeps_packed = False

@@ -34,6 +34,11 @@ def usual() -> CompiledKernels:
     return compiled_kernels()
 
 
+@pytest.fixture(scope="session", params=["usual", "batch-invariant"])
+def both(request: pytest.FixtureRequest) -> CompiledKernels:
+    return compiled_kernels(batch_invariant=request.param == "batch-invariant")
+
+
 @pytest.fixture(params=[1, 2, 3])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     with threads(request.param):

@@ -36,7 +36,7 @@ def check_linear(
 ) -> None:
     out_size, in_size = weight.shape
     x = torch.randn(num_rows, in_size)
-    full = dequantized(weight, torch.float32) if isinstance(weight, Int8Weight) else weight
+    full = weight if isinstance(weight, Tensor) else dequantized(weight, torch.float32)
     expected, magnitude = x.double() @ full.double().T, x.double().abs() @ full.double().abs().T
     added = {}
     if bias:

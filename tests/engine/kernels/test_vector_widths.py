@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.attention import CompiledAttention
 from engine.engine_config import Quantization
-from engine.kernels import CompiledKernels
+from engine.kernels import CompiledKernels, PackedWeight
 from engine.kernels.build import build
 from engine.models.quantization import quantized
 from tests.engine.attention.ragged import Ragged, Shape
@@ -43,6 +43,11 @@ def everything(kernels: CompiledKernels) -> dict[str, Tensor]:
         results[f"linear {size}"] = kernels.linear(x, weight, bias, residual)
         packed = quantized(weight, Quantization.INT8)
         results[f"int8 {size}"] = kernels.linear(x, packed, bias, residual)
+        groups = -(-in_size // 32)
+        values = torch.randint(0, 256, (out_size, groups * 16), dtype=torch.uint8)
+        halves = PackedWeight(values, torch.randn(out_size, groups, 2))
+        wide = torch.randn(num_rows, groups * 32)
+        results[f"packed {size}"] = kernels.linear(wide, halves, bias, residual)
         results[f"rms_norm {size}"] = kernels.rms_norm(x, torch.randn(in_size), 1e-5)
         gate_up = 20 * torch.randn(num_rows, 2 * in_size)
         results[f"silu_and_mul {size}"] = kernels.silu_and_mul(gate_up)

@@ -9,10 +9,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as Kind
 from safetensors.numpy import load_file
 
+from engine.kernels import PackedWeight, dequantized
 from engine.weights import (
     FrequencyDivisors,
     LinearScaling,
@@ -20,6 +22,8 @@ from engine.weights import (
     ModelFiles,
     NoProgress,
     Stage,
+    open_packed,
+    scales_of,
 )
 from engine.weights.gguf import convert_gguf, unpermute
 from protocol import ModelError
@@ -98,6 +102,55 @@ def test_quantised_weights_of_other_families(
         raw, raw_type = tiny.tensors[gguf_name(name)]
         as_written, _ = gguf_tensors({name: values}, config)[gguf_name(name)]
         np.testing.assert_array_equal(as_written, gguf.quants.dequantize(raw, raw_type), name)
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN2, QWEN3, SMOLLM3], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q4_K], ids=lambda kind: kind.name)
+def test_what_is_kept_in_4_bits_is_the_same_in_float32(
+    tmp_path: Path, config: dict[str, Any], kind: Type
+) -> None:
+    tiny = TinyGGUF.of(config)
+    tiny.quantize(kind)
+    target = convert(tiny, tmp_path)
+    converted, packed = load_file(target / "model.safetensors"), open_packed(target)
+    assert packed is not None
+    names = [name for name in packed.names if not name.endswith(".scales")]
+    assert {f"{name}.scales" for name in names} | set(names) == set(packed.names)
+    as_4_bits = [name for name, (_, its) in tiny.tensors.items() if its == kind]
+    assert sorted(map(gguf_name, names)) == sorted(as_4_bits)
+    content = load_file(target / "packed.safetensors")
+    for name in names:
+        weight = PackedWeight(
+            torch.from_numpy(content[name]), torch.from_numpy(content[scales_of(name)])
+        )
+        numbers = dequantized(weight, torch.float32).numpy()
+        np.testing.assert_array_equal(numbers, converted[name], err_msg=name)
+
+
+def test_what_is_read_together_lies_together(tmp_path: Path) -> None:
+    tiny = TinyGGUF()
+    tiny.quantize(Type.Q4_1)
+    packed = open_packed(convert(tiny, tmp_path))
+    assert packed is not None
+    [names] = packed.files().values()
+    layer = [n for n in names if n.startswith("model.layers.0.") and not n.endswith(".scales")]
+    parts = [name.split(".")[-2] for name in layer]
+    assert [p for p in parts if p in {"q_proj", "k_proj", "v_proj"}] == [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+    ]
+    assert parts[parts.index("gate_proj") + 1] == "up_proj"
+    assert parts[parts.index("q_proj") + 1 : parts.index("q_proj") + 3] == ["k_proj", "v_proj"]
+
+
+@pytest.mark.parametrize("kind", [Type.F16, Type.Q8_0, Type.Q6_K], ids=lambda kind: kind.name)
+def test_other_types_are_kept_in_float32_only(tmp_path: Path, kind: Type) -> None:
+    tiny = TinyGGUF()
+    tiny.quantize(kind)
+    target = convert(tiny, tmp_path)
+    assert open_packed(target) is None
+    assert not (target / "packed.safetensors").exists()
 
 
 def test_a_window_makes_a_llama_a_mistral(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -29,6 +30,20 @@ def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
     with safe_open(path, framework="numpy") as file:
         assert file.metadata() == {"source": "x.gguf"}
     assert float32_bytes(shapes) == 4 * (15 + 7 + 24)
+
+
+def test_bytes(tmp_path: Path) -> None:
+    tensors: dict[str, NDArray[np.uint8] | NDArray[np.float32]] = {
+        "a": np.arange(6, dtype=np.uint8).reshape(2, 3),
+        "b": np.ones(2, np.float32),
+    }
+    shapes = {name: values.shape for name, values in tensors.items()}
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, shapes, tensors.items(), {}, of_bytes={"a"})
+    loaded = load_file(path)
+    for name, values in tensors.items():
+        assert loaded[name].dtype == values.dtype
+        np.testing.assert_array_equal(loaded[name], values)
 
 
 def test_tensors_start_on_a_cache_line(tmp_path: Path) -> None:
