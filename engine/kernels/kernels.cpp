@@ -195,6 +195,10 @@ struct Ahead {
 
 // Where a tile's rows of w come from: float32, 8 bits with a scale for each group of a row, or 4 bits
 // with a scale and an offset.
+struct Pair {
+  Vec first, second;
+};
+
 struct FloatRows {
   static constexpr int64_t PER_LINE = LINE / 4;
   const float* values;
@@ -208,6 +212,9 @@ struct FloatRows {
   INLINE Vec at(const FloatRows& rows, int64_t n, int64_t i, int64_t count = LANES) {
     const float* from = rows.values + n * rows.stride + i;
     return count == LANES ? load(from) : load_some(from, count);
+  }
+  INLINE Pair two(const FloatRows& rows, int64_t n, int64_t i) {
+    return {at(rows, n, i), at(rows, n, i + LANES)};
   }
 };
 
@@ -243,6 +250,9 @@ struct Int8Rows {
     return floats * scale;
 #endif
   }
+  INLINE Pair two(const Int8Rows& rows, int64_t n, int64_t i) {
+    return {at(rows, n, i), at(rows, n, i + LANES)};
+  }
 };
 
 constexpr int64_t PACKED_GROUP = 32;  // as in kernels.py: 16 bytes, the low halves first
@@ -267,17 +277,31 @@ struct PackedRows {
   // `i` is a multiple of 16, and rows are of whole groups.
   INLINE Vec at(const PackedRows& rows, int64_t n, int64_t i, int64_t = LANES) {
     const uint64_t number = rows.offset + i;  // unsigned: divided by shifting
-    const uint8_t* from = group(rows, n, number);
     const float* scale = rows.scales + (n * rows.num_groups + number / PACKED_GROUP) * 2;
     const int shift = number / LANES % 2 * 4;
-#ifdef __AVX512F__
-    const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-    const IntVec steps = ((IntVec)_mm512_cvtepu8_epi32(packed) >> shift) & 15;
-#else
-    IntVec steps;
-    for (int64_t j = 0; j < LANES; j++) steps[j] = from[j] >> shift & 15;
-#endif
+    return number_of((bytes_at(group(rows, n, number)) >> shift) & 15, scale);
+  }
+
+  // `i` is a multiple of 32.
+  INLINE Pair two(const PackedRows& rows, int64_t n, int64_t i) {
+    const uint64_t number = rows.offset + i;
+    const float* scale = rows.scales + (n * rows.num_groups + number / PACKED_GROUP) * 2;
+    const IntVec both = bytes_at(group(rows, n, number));
+    return {number_of(both & 15, scale), number_of(both >> 4, scale)};
+  }
+
+  INLINE Vec number_of(IntVec steps, const float* scale) {
     return __builtin_convertvector(steps, Vec) * scale[0] + scale[1];
+  }
+
+  INLINE IntVec bytes_at(const uint8_t* from) {
+#ifdef __AVX512F__
+    return (IntVec)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    IntVec bytes;
+    for (int64_t j = 0; j < LANES; j++) bytes[j] = from[j];
+    return bytes;
+#endif
   }
 };
 
@@ -384,8 +408,12 @@ struct Weight {  // one of three
       return;
     }
     if (halves != nullptr) {
-      for (int64_t i = 0; i < num_in; i += LANES)
-        store(to + i, PackedRows::at(packed_rows(), n, i));
+      const PackedRows rows = packed_rows();
+      for (int64_t i = 0; i < num_in; i += PACKED_GROUP) {
+        const Pair numbers = PackedRows::two(rows, n, i);
+        store(to + i, numbers.first);
+        store(to + i + LANES, numbers.second);
+      }
       return;
     }
     const int8_t* __restrict from = bytes + n * num_in;
@@ -435,8 +463,9 @@ void linear_task(const float* x, int64_t num_rows, int64_t m0, int64_t m1, const
   const int64_t num_groups = div_up(k, INT8_GROUP);
   for (int64_t first = n0; first < n1; first += block) {
     const int64_t last = std::min(n1, first + block);
-    // What few rows see is unpacked on the way to registers.
-    const bool packed = weight.values == nullptr && num_tiles <= 2 && (last - first) % TILE_N == 0;
+    // What few rows see is unpacked on the way to registers: bytes twice at most, half ones once.
+    const int64_t often = weight.values != nullptr ? 0 : weight.bytes != nullptr ? 2 : 1;
+    const bool packed = num_tiles <= often && (last - first) % TILE_N == 0;
     const float* w = packed ? nullptr : weight.rows(first, last);
     Ahead ahead{weight.row(last), weight.row(std::min(n1, last + block)), lines};
     for (int64_t m = m0; m < m1; m += TILE_M) {
@@ -614,7 +643,8 @@ template <typename W>
 INLINE void store_parts(const W& rows, int64_t n, int64_t i, int64_t count, char* to,
                         __m512i seen[2]) {
   if (count >= AMX_K) {
-    store_parts(W::at(rows, n, i), W::at(rows, n, i + LANES), to, seen);
+    const Pair numbers = W::two(rows, n, i);
+    store_parts(numbers.first, numbers.second, to, seen);
   } else {
     const int64_t second = std::max<int64_t>(0, count - LANES);
     store_parts(W::at(rows, n, i, std::min(LANES, count)),
