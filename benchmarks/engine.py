@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py [--json]
 
-Counted first: a step has to read the weights once and the keys and values of its requests once,
+Counted first, with weights of 32 bits each: a step has to read the weights once and the keys and values of its requests once,
 and to do two operations for each weight and token, and for attention. The limits are how fast all
 cores read memory (the sum of a large tensor) and multiply (the fastest of torch's products of
 large matrices). Rows, each with what it is divided by:
@@ -12,6 +12,7 @@ large matrices). Rows, each with what it is divided by:
                             slower of the two limits allows: so the ratio is the share of it
     prefill_N               the same of a prompt of N tokens
     *_invariant             with batch_invariant, against without: what exactness costs
+    *_packed                with the weights of 4 bits that the model's file has, against float32
     *_int8                  with weights of 8 bits, against float32
     *_kv_bf16               with keys and values in bfloat16, against float32
     *_torch                 the compiled kernels against plain torch
@@ -34,8 +35,10 @@ from benchmarks._clusters import model_files
 from benchmarks._result import Result, report
 from benchmarks._steps import decode_step, last_step, next_step, prefill_step, prompt_ids
 from engine import EngineConfig, KernelsChoice, Quantization
+from engine.kernels import choose_kernels
 from engine.model_runner import ModelRunner
-from engine.runner_factory import load_model_runner
+from engine.models import load_model
+from engine.runner_factory import make_model_runner
 from engine.weights import ModelConfig, tensor_shapes
 
 BATCHES = (1, 4, 16, 64)
@@ -122,13 +125,22 @@ class Machine:
 
 
 class Engine:
-    def __init__(self, model: Model, config: EngineConfig, max_tokens: int) -> None:
+    def __init__(
+        self, model: Model, config: EngineConfig, max_tokens: int, *, keep_packed: bool = False
+    ) -> None:
         self._model = model
-        self.runner: ModelRunner = load_model_runner(
-            model_files().directory,
+        kernels = choose_kernels(config)
+        self.runner: ModelRunner = make_model_runner(
+            load_model(
+                model_files().directory,
+                kernels,
+                quantization=config.quantization,
+                keep_packed=keep_packed,
+            ),
             num_blocks=1 + max_tokens // BLOCK_SIZE,
             block_size=BLOCK_SIZE,
-            config=config,
+            kv_cache_dtype=config.cache_dtype,
+            kernels=kernels,
         )
         self.runner.kv_cache.tensor.zero_()  # contexts are not computed: they must not be NaN
 
@@ -177,8 +189,10 @@ class Bench:
         self._max_tokens = max(tokens_of(b, c) for b, c in self.decodes)
         self.engine = Engine(self.model, EngineConfig(), self._max_tokens)
 
-    def other(self, config: EngineConfig, max_tokens: int = 16 * 1088) -> Engine:
-        return Engine(self.model, config, max_tokens)
+    def other(
+        self, config: EngineConfig, max_tokens: int = 16 * 1088, *, keep_packed: bool = False
+    ) -> Engine:
+        return Engine(self.model, config, max_tokens, keep_packed=keep_packed)
 
     def limits(self) -> list[Result]:
         measured = [self.machine.measure() for _ in range(TURNS)]
@@ -250,11 +264,12 @@ def variants(bench: Bench) -> list[Result]:
     ]
     others = {
         "invariant": invariant,
+        "packed": bench.other(EngineConfig(), keep_packed=True),
         "int8": bench.other(EngineConfig(quantization=Quantization.INT8)),
         "kv_bf16": bench.other(EngineConfig(kv_cache_dtype="bfloat16")),
     }
     for name, other in others.items():
-        for batch, context in ((1, 128), (16, 1024)):
+        for batch, context in ((1, 128), (4, 1024), (16, 1024)):
             results.append(
                 bench.versus(
                     f"decode_{batch}_{context}_{name}",

@@ -35,10 +35,12 @@ def load_model(
     quantization: Quantization | None = None,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    keep_packed: bool = True,
 ) -> CausalLM:
     """Map the weights of a Hugging Face directory, or bring them to `device` in `dtype`.
 
-    `kernels`: what it computes with, by default plain torch. Raises ModelError: a file missing or
+    `kernels`: what it computes with, by default plain torch. `keep_packed`: use weights of 4 bits as
+    they are where the kernels can; the numbers are the same without, in more bytes. Raises ModelError: a file missing or
     broken, a model that the engine cannot run, tensors that are missing, superfluous or of the
     wrong shape.
     """
@@ -47,7 +49,7 @@ def load_model(
     index.check(config, directory)
     kernels = kernels or TorchKernels()
     # In 4 bits the numbers are the same, but only as long as they are to be float32.
-    keep = kernels.keeps_packed and quantization is None and dtype is torch.float32
-    packed = open_packed(directory) if keep else None
+    keep_packed &= kernels.keeps_packed and quantization is None and dtype is torch.float32
+    packed = open_packed(directory) if keep_packed else None
     layers = Layers(MappedWeights(index, dtype, device, packed), kernels, quantization)
     return ARCHITECTURES[config.architecture](config, layers)
