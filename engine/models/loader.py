@@ -39,10 +39,11 @@ def load_model(
 ) -> CausalLM:
     """Map the weights of a Hugging Face directory, or bring them to `device` in `dtype`.
 
-    `kernels`: what it computes with, by default plain torch. `keep_packed`: use weights of 4 bits as
-    they are where the kernels can; the numbers are the same without, in more bytes. Raises ModelError: a file missing or
-    broken, a model that the engine cannot run, tensors that are missing, superfluous or of the
-    wrong shape.
+    `kernels`: what it computes with, by default plain torch. `keep_packed`: use weights of 4 bits
+    as they are where the kernels can; the numbers are the same without, in more bytes.
+
+    Raises ModelError: a file missing or broken, a model that the engine cannot run, tensors that
+    are missing, superfluous or of the wrong shape.
     """
     config = ModelConfig.load(directory / "config.json")
     index = open_weights(directory)
