@@ -4,8 +4,8 @@
 
 Counted first, with weights of 32 bits each: a step has to read the weights once and the keys and
 values of its requests once, and to do two operations for each weight and token, and for attention.
-The limits are how fast all cores read memory (the sum of a large tensor) and multiply (the fastest of
-torch's products of large matrices). Rows, each with what it is divided by:
+The limits are how fast all cores read memory (the sum of a large tensor) and multiply (the fastest
+of torch's products of large matrices). Rows, each with what it is divided by:
 
     read, multiply          the limits themselves
     decode_B_C              tokens a second of B requests with C tokens each, against what the
