@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.build import build
-from engine.kernels.kernels import Int8Weight, LinearWeight, PackedWeight
+from engine.kernels.kernels import LinearWeight
 
 # With so many rows there is time for bringing both sides into an order that suits AMX, or the
 # library that torch multiplies with: sums are then in another order.
@@ -38,27 +38,17 @@ class CompiledKernels:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        kernels = self._module
-        use_amx = self._use_amx(x)
-        if isinstance(weight, Int8Weight):
-            multiply = kernels.linear_int8_of_many_rows if use_amx else kernels.linear_int8
-            return multiply(x, weight.values, weight.scales, bias, residual)  # type: ignore[no-any-return]
-        if isinstance(weight, PackedWeight):
-            multiply = kernels.linear_packed_of_many_rows if use_amx else kernels.linear_packed
-            return multiply(x, weight.values, weight.scales, bias, residual)  # type: ignore[no-any-return]
-        if use_amx:
-            return kernels.linear_of_many_rows(x, weight, bias, residual)  # type: ignore[no-any-return]
-        if len(x) < _MANY_ROWS or self.batch_invariant:
-            return kernels.linear(x, weight, bias, residual)  # type: ignore[no-any-return]
-        product = F.linear(x, weight, bias)
-        return product if residual is None else product.add_(residual)
+        values, scales = _parts_of(weight)
+        if self._use_amx(x):
+            return self._module.linear_of_many_rows(x, values, scales, bias, residual)  # type: ignore[no-any-return]
+        if isinstance(weight, Tensor) and len(x) >= _MANY_ROWS and not self.batch_invariant:
+            product = F.linear(x, weight, bias)
+            return product if residual is None else product.add_(residual)
+        return self._module.linear(x, values, scales, bias, residual)  # type: ignore[no-any-return]
 
     def gated_linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
-        if not isinstance(weight, Int8Weight) and self._use_amx(x):
-            if isinstance(weight, PackedWeight):
-                multiply = self._module.gated_linear_packed_of_many_rows
-                return multiply(x, weight.values, weight.scales, bias)  # type: ignore[no-any-return]
-            return self._module.gated_linear_of_many_rows(x, weight, bias)  # type: ignore[no-any-return]
+        if self._use_amx(x):
+            return self._module.gated_linear_of_many_rows(x, *_parts_of(weight), bias)  # type: ignore[no-any-return]
         return self.silu_and_mul(self.linear(x, weight, bias))
 
     def _use_amx(self, x: Tensor) -> bool:
@@ -95,3 +85,8 @@ class CompiledKernels:
         return self._module.attention(  # type: ignore[no-any-return]
             query, key, value, layer, query_starts, context_lens, block_tables, window or 0
         )
+
+
+def _parts_of(weight: LinearWeight) -> tuple[Tensor, Tensor | None]:
+    """Its numbers, and the scales of those that are not float32."""
+    return (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)

@@ -539,45 +539,30 @@ at::Tensor run_linear(const at::Tensor& x, const Weight& weight,
   return out;
 }
 
-Weight dense(const at::Tensor& weight) {
-  TORCH_CHECK(weight.is_contiguous(), "the weight must be contiguous");
-  return {weight.const_data_ptr<float>(), nullptr, nullptr, nullptr, weight.size(0), weight.size(1)};
-}
-
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
-                  const std::optional<at::Tensor>& bias,
-                  const std::optional<at::Tensor>& residual) {
-  return run_linear(x, dense(weight), bias, residual);
-}
-
-Weight int8(const at::Tensor& values, const at::Tensor& scales) {
-  TORCH_CHECK(values.is_contiguous() && scales.is_contiguous() &&
-                  scales.size(1) == div_up(values.size(1), INT8_GROUP),
-              "a scale for each ", INT8_GROUP, " numbers of a row");
-  return {nullptr, values.const_data_ptr<int8_t>(), nullptr, scales.const_data_ptr<float>(),
-          values.size(0), values.size(1)};
-}
-
-Weight packed(const at::Tensor& values, const at::Tensor& scales) {
-  const int64_t num_in = values.size(1) * 2;
-  TORCH_CHECK(values.is_contiguous() && scales.is_contiguous() && num_in % PACKED_GROUP == 0 &&
-                  scales.dim() == 3 && scales.size(0) == values.size(0) &&
-                  scales.size(1) == num_in / PACKED_GROUP && scales.size(2) == 2,
+// Of float32 [out, in]; of int8 [out, in], with a scale for each group; or of half bytes [out, in / 2],
+// with a scale and an offset for each group.
+Weight weight_of(const at::Tensor& values, const std::optional<at::Tensor>& scales) {
+  TORCH_CHECK(values.is_contiguous() && (!scales || scales->is_contiguous()),
+              "the weight must be contiguous");
+  const int64_t num_out = values.size(0), size = values.size(1);
+  if (!scales)
+    return {values.const_data_ptr<float>(), nullptr, nullptr, nullptr, num_out, size};
+  const float* of_groups = scales->const_data_ptr<float>();
+  if (values.scalar_type() == at::kChar) {
+    TORCH_CHECK(scales->sizes() == at::IntArrayRef({num_out, div_up(size, INT8_GROUP)}),
+                "a scale for each ", INT8_GROUP, " numbers of a row");
+    return {nullptr, values.const_data_ptr<int8_t>(), nullptr, of_groups, num_out, size};
+  }
+  TORCH_CHECK(2 * size % PACKED_GROUP == 0 &&
+                  scales->sizes() == at::IntArrayRef({num_out, 2 * size / PACKED_GROUP, 2}),
               "a scale and an offset for each ", PACKED_GROUP, " numbers of a row");
-  return {nullptr, nullptr, values.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(),
-          values.size(0), num_in};
+  return {nullptr, nullptr, values.const_data_ptr<uint8_t>(), of_groups, num_out, 2 * size};
 }
 
-at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& values, const at::Tensor& scales,
-                       const std::optional<at::Tensor>& bias,
-                       const std::optional<at::Tensor>& residual) {
-  return run_linear(x, int8(values, scales), bias, residual);
-}
-
-at::Tensor linear_packed(const at::Tensor& x, const at::Tensor& values, const at::Tensor& scales,
-                         const std::optional<at::Tensor>& bias,
-                         const std::optional<at::Tensor>& residual) {
-  return run_linear(x, packed(values, scales), bias, residual);
+at::Tensor linear(const at::Tensor& x, const at::Tensor& values,
+                  const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& bias,
+                  const std::optional<at::Tensor>& residual) {
+  return run_linear(x, weight_of(values, scales), bias, residual);
 }
 
 // ------------------------------------------------------------------- linear, for many rows, by AMX
@@ -904,56 +889,34 @@ at::Tensor amx_linear(const at::Tensor& x, const W& w, int64_t num_out, bool is_
   return result;
 }
 
-at::Tensor amx_linear_of(const at::Tensor& x, const Weight& w, const std::optional<at::Tensor>& bias,
+at::Tensor amx_linear_of(const at::Tensor& x, const Weight& w, bool is_gated,
+                         const std::optional<at::Tensor>& bias,
                          const std::optional<at::Tensor>& residual) {
   check_sizes(x, w, bias, residual);
-  if (w.values != nullptr) return amx_linear(x, w.float_rows(), w.num_out, false, bias, residual);
-  if (w.bytes != nullptr) return amx_linear(x, w.int8_rows(), w.num_out, false, bias, residual);
-  return amx_linear(x, w.packed_rows(), w.num_out, false, bias, residual);
+  const int64_t num_out = is_gated ? w.num_out / 2 : w.num_out;
+  if (w.values != nullptr) return amx_linear(x, w.float_rows(), num_out, is_gated, bias, residual);
+  if (w.bytes != nullptr) return amx_linear(x, w.int8_rows(), num_out, is_gated, bias, residual);
+  return amx_linear(x, w.packed_rows(), num_out, is_gated, bias, residual);
 }
 
-at::Tensor linear_of_many_rows(const at::Tensor& x, const at::Tensor& weight,
+at::Tensor linear_of_many_rows(const at::Tensor& x, const at::Tensor& values,
+                               const std::optional<at::Tensor>& scales,
                                const std::optional<at::Tensor>& bias,
                                const std::optional<at::Tensor>& residual) {
-  return amx_linear_of(x, dense(weight), bias, residual);
-}
-
-at::Tensor linear_int8_of_many_rows(const at::Tensor& x, const at::Tensor& values,
-                                    const at::Tensor& scales,
-                                    const std::optional<at::Tensor>& bias,
-                                    const std::optional<at::Tensor>& residual) {
-  return amx_linear_of(x, int8(values, scales), bias, residual);
+  return amx_linear_of(x, weight_of(values, scales), false, bias, residual);
 }
 
 at::Tensor silu_and_mul(const at::Tensor& gate_up);
 
-at::Tensor linear_packed_of_many_rows(const at::Tensor& x, const at::Tensor& values,
-                                      const at::Tensor& scales,
-                                      const std::optional<at::Tensor>& bias,
-                                      const std::optional<at::Tensor>& residual) {
-  return amx_linear_of(x, packed(values, scales), bias, residual);
-}
-
 // SwiGLU of a projection. If k is one chunk, gates and ups never see memory.
-at::Tensor amx_gated_linear(const at::Tensor& x, const Weight& w,
-                            const std::optional<at::Tensor>& bias) {
-  TORCH_CHECK(w.num_out % 2 == 0, "as many gates as ups");
-  if (bias || w.num_in > MAX_CHUNK) return silu_and_mul(amx_linear_of(x, w, bias, std::nullopt));
-  check_sizes(x, w, bias, std::nullopt);
-  if (w.halves != nullptr)
-    return amx_linear(x, w.packed_rows(), w.num_out / 2, true, bias, std::nullopt);
-  return amx_linear(x, w.float_rows(), w.num_out / 2, true, bias, std::nullopt);
-}
-
-at::Tensor gated_linear_of_many_rows(const at::Tensor& x, const at::Tensor& weight,
+at::Tensor gated_linear_of_many_rows(const at::Tensor& x, const at::Tensor& values,
+                                     const std::optional<at::Tensor>& scales,
                                      const std::optional<at::Tensor>& bias) {
-  return amx_gated_linear(x, dense(weight), bias);
-}
-
-at::Tensor gated_linear_packed_of_many_rows(const at::Tensor& x, const at::Tensor& values,
-                                            const at::Tensor& scales,
-                                            const std::optional<at::Tensor>& bias) {
-  return amx_gated_linear(x, packed(values, scales), bias);
+  const Weight w = weight_of(values, scales);
+  TORCH_CHECK(w.num_out % 2 == 0, "as many gates as ups");
+  if (bias || w.num_in > MAX_CHUNK)
+    return silu_and_mul(amx_linear_of(x, w, false, bias, std::nullopt));
+  return amx_linear_of(x, w, true, bias, std::nullopt);
 }
 
 #endif  // __AMX_BF16__
@@ -1563,15 +1526,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #ifdef __AMX_BF16__
   module.attr("has_amx") = request_amx();
   module.def("linear_of_many_rows", &linear_of_many_rows, no_gil);
-  module.def("linear_packed_of_many_rows", &linear_packed_of_many_rows, no_gil);
   module.def("gated_linear_of_many_rows", &gated_linear_of_many_rows, no_gil);
-  module.def("gated_linear_packed_of_many_rows", &gated_linear_packed_of_many_rows, no_gil);
-  module.def("linear_int8_of_many_rows", &linear_int8_of_many_rows, no_gil);
 #else
   module.attr("has_amx") = false;
 #endif
-  module.def("linear_int8", &linear_int8, no_gil);
-  module.def("linear_packed", &linear_packed, no_gil);
   module.def("rms_norm", &rms_norm, no_gil);
   module.def("silu_and_mul", &silu_and_mul, no_gil);
   module.def("rotate", &rotate, no_gil);

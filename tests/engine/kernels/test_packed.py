@@ -82,14 +82,14 @@ def test_halves_of_bytes_are_in_ggmls_order() -> None:
 
 def test_sizes_are_checked(both: CompiledKernels) -> None:
     weight = packed_weight(4, 64)
-    for values, scales in (
-        (weight.values[:, :16], weight.scales),
-        (weight.values, weight.scales[:3]),
-        (weight.values, weight.scales[..., :1].contiguous()),
-        (weight.values[:, :20].contiguous(), weight.scales),
+    for values, scales, what in (
+        (weight.values[:, :16], weight.scales, "must be contiguous"),
+        (weight.values, weight.scales[:3], "a scale and an offset"),
+        (weight.values, weight.scales[..., :1].contiguous(), "a scale and an offset"),
+        (weight.values[:, :20].contiguous(), weight.scales, "a scale and an offset"),
     ):
         x = torch.randn(2, values.shape[1] * 2)
-        with pytest.raises(RuntimeError, match="a scale and an offset"):
+        with pytest.raises(RuntimeError, match=what):
             both.linear(x, PackedWeight(values, scales))
 
 
