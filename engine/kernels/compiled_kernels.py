@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.build import build
-from engine.kernels.kernels import LinearWeight
+from engine.kernels.kernels import Int8Weight, LinearWeight, PackedWeight
 
 # With so many rows there is time for bringing both sides into an order that suits AMX, or the
 # library that torch multiplies with: sums are then in another order.
 _MANY_ROWS_OF_AMX = 64
+_MANY_ROWS_OF_PACKED = 32  # which are taken apart with less work
 _MANY_ROWS = 96
 
 
@@ -38,23 +39,41 @@ class CompiledKernels:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        values, scales = _parts_of(weight)
-        if self._use_amx(x):
-            return self._module.linear_of_many_rows(x, values, scales, bias, residual)  # type: ignore[no-any-return]
+        if self._use_amx(x, weight):
+            return self._linear_of_many_rows(x, weight, bias, residual)
+        if isinstance(weight, PackedWeight):
+            packed = weight.values, weight.scales, weight.num_rows
+            return self._module.linear_packed(x, *packed, bias, residual)  # type: ignore[no-any-return]
         if isinstance(weight, Tensor) and len(x) >= _MANY_ROWS and not self.batch_invariant:
             product = F.linear(x, weight, bias)
             return product if residual is None else product.add_(residual)
-        return self._module.linear(x, values, scales, bias, residual)  # type: ignore[no-any-return]
+        return self._module.linear(x, *_parts_of(weight), bias, residual)  # type: ignore[no-any-return]
 
     def gated_linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
-        if self._use_amx(x):
-            return self._module.gated_linear_of_many_rows(x, *_parts_of(weight), bias)  # type: ignore[no-any-return]
+        if self._use_amx(x, weight):
+            return self._linear_of_many_rows(x, weight, bias, is_gated=True)
         return self.silu_and_mul(self.linear(x, weight, bias))
 
-    def _use_amx(self, x: Tensor) -> bool:
-        return (
-            not self.batch_invariant and len(x) >= _MANY_ROWS_OF_AMX and bool(self._module.has_amx)
-        )
+    def _linear_of_many_rows(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> Tensor:
+        if isinstance(weight, PackedWeight):
+            packed = weight.values, weight.scales, weight.num_rows
+            multiply = self._module.linear_packed_of_many_rows
+            return multiply(x, *packed, is_gated, bias, residual)  # type: ignore[no-any-return]
+        multiply = self._module.linear_of_many_rows
+        return multiply(x, *_parts_of(weight), is_gated, bias, residual)  # type: ignore[no-any-return]
+
+    def _use_amx(self, x: Tensor, weight: LinearWeight) -> bool:
+        is_packed = isinstance(weight, PackedWeight)
+        enough = len(x) >= (_MANY_ROWS_OF_PACKED if is_packed else _MANY_ROWS_OF_AMX)
+        return enough and not self.batch_invariant and bool(self._module.has_amx)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._module.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
@@ -87,6 +106,6 @@ class CompiledKernels:
         )
 
 
-def _parts_of(weight: LinearWeight) -> tuple[Tensor, Tensor | None]:
+def _parts_of(weight: Tensor | Int8Weight) -> tuple[Tensor, Tensor | None]:
     """Its numbers, and the scales of those that are not float32."""
     return (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)

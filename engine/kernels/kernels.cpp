@@ -193,14 +193,10 @@ struct Ahead {
   int64_t lines_per_step;  // 0, 1, 2 or 4; a step is 16 numbers of k
 };
 
-// Where a tile's rows of w come from: float32, 8 bits with a scale for each group of a row, or 4 bits
-// with a scale and an offset.
-struct Pair {
-  Vec first, second;
-};
-
+// Where a tile's rows of w come from: float32, or 8 bits with a scale for each group of a row.
 struct FloatRows {
   static constexpr int64_t PER_LINE = LINE / 4;
+  static constexpr bool SIDE_BY_SIDE = false;
   const float* values;
   int64_t stride;
 
@@ -213,15 +209,13 @@ struct FloatRows {
     const float* from = rows.values + n * rows.stride + i;
     return count == LANES ? load(from) : load_some(from, count);
   }
-  INLINE Pair two(const FloatRows& rows, int64_t n, int64_t i) {
-    return {at(rows, n, i), at(rows, n, i + LANES)};
-  }
 };
 
 constexpr int64_t INT8_GROUP = 64;  // as in kernels.py
 
 struct Int8Rows {
   static constexpr int64_t PER_LINE = LINE;
+  static constexpr bool SIDE_BY_SIDE = false;
   const int8_t* bytes;
   const float* scales;
   int64_t stride, scale_stride, offset;  // of the first number from the start of its row
@@ -248,59 +242,6 @@ struct Int8Rows {
     Vec floats;
     for (int64_t j = 0; j < LANES; j++) floats[j] = static_cast<float>(from[j]);
     return floats * scale;
-#endif
-  }
-  INLINE Pair two(const Int8Rows& rows, int64_t n, int64_t i) {
-    return {at(rows, n, i), at(rows, n, i + LANES)};
-  }
-};
-
-constexpr int64_t PACKED_GROUP = 32;  // as in kernels.py: 16 bytes, the low halves first
-
-struct PackedRows {
-  static constexpr int64_t PER_LINE = 2 * LINE;
-  const uint8_t* bytes;
-  const float* scales;  // scale and offset of each group
-  int64_t num_groups;   // of a row
-  int64_t offset;       // of the first number from the start of its row
-
-  static PackedRows from(const PackedRows& rows, int64_t k) {
-    return {rows.bytes, rows.scales, rows.num_groups, rows.offset + k};
-  }
-  INLINE const uint8_t* group(const PackedRows& rows, int64_t n, uint64_t number) {
-    return rows.bytes + (n * rows.num_groups + number / PACKED_GROUP) * (PACKED_GROUP / 2);
-  }
-  INLINE const void* address(const PackedRows& rows, int64_t n, int64_t i) {
-    return group(rows, n, rows.offset + i);
-  }
-
-  // `i` is a multiple of 16, and rows are of whole groups.
-  INLINE Vec at(const PackedRows& rows, int64_t n, int64_t i, int64_t = LANES) {
-    const uint64_t number = rows.offset + i;  // unsigned: divided by shifting
-    const float* scale = rows.scales + (n * rows.num_groups + number / PACKED_GROUP) * 2;
-    const int shift = number / LANES % 2 * 4;
-    return number_of((bytes_at(group(rows, n, number)) >> shift) & 15, scale);
-  }
-
-  // `i` is a multiple of 32.
-  INLINE Pair two(const PackedRows& rows, int64_t n, int64_t i) {
-    const uint64_t number = rows.offset + i;
-    const float* scale = rows.scales + (n * rows.num_groups + number / PACKED_GROUP) * 2;
-    const IntVec both = bytes_at(group(rows, n, number));
-    return {number_of(both & 15, scale), number_of(both >> 4, scale)};
-  }
-
-  INLINE Vec number_of(IntVec steps, const float* scale) {
-    return __builtin_convertvector(steps, Vec) * scale[0] + scale[1];
-  }
-
-  INLINE IntVec bytes_at(const uint8_t* from) {
-#ifdef __AVX512F__
-    return (IntVec)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else
-    IntVec bytes;
-    for (int64_t j = 0; j < LANES; j++) bytes[j] = from[j];
-    return bytes;
 #endif
   }
 };
@@ -374,22 +315,19 @@ void any_tile(int64_t num_m, const float* x, int64_t x_stride, const W& w, int64
 
 int64_t chunk_of(int64_t k) { return div_up(div_up(k, LANES), div_up(k, MAX_CHUNK)) * LANES; }
 
-struct Weight {  // one of three
-  const float* values;
+struct Weight {
+  const float* values;  // null: 8 bits
   const int8_t* bytes;
-  const uint8_t* halves;  // of bytes
   const float* scales;
   int64_t num_out, num_in;
 
   const char* row(int64_t n) const {
-    if (values != nullptr) return reinterpret_cast<const char*>(values + n * num_in);
-    if (bytes != nullptr) return reinterpret_cast<const char*>(bytes + n * num_in);
-    return reinterpret_cast<const char*>(halves + n * num_in / 2);
+    return values != nullptr ? reinterpret_cast<const char*>(values + n * num_in)
+                             : reinterpret_cast<const char*>(bytes + n * num_in);
   }
 
   FloatRows float_rows() const { return {values, num_in}; }
   Int8Rows int8_rows() const { return {bytes, scales, num_in, div_up(num_in, INT8_GROUP), 0}; }
-  PackedRows packed_rows() const { return {halves, scales, num_in / PACKED_GROUP, 0}; }
 
   // Rows `from` to `to` as floats; if they have to be copied, with rows of zeros up to a multiple of
   // 4. There are no others to read behind the last ones.
@@ -405,15 +343,6 @@ struct Weight {  // one of three
   void unpack(int64_t n, float* to) const {
     if (values != nullptr) {
       std::memcpy(to, values + n * num_in, num_in * sizeof(float));
-      return;
-    }
-    if (halves != nullptr) {
-      const PackedRows rows = packed_rows();
-      for (int64_t i = 0; i < num_in; i += PACKED_GROUP) {
-        const Pair numbers = PackedRows::two(rows, n, i);
-        store(to + i, numbers.first);
-        store(to + i + LANES, numbers.second);
-      }
       return;
     }
     const int8_t* __restrict from = bytes + n * num_in;
@@ -457,15 +386,12 @@ Cut cut_for(int64_t num_rows, int64_t num_out, int64_t num_in) {
 void linear_task(const float* x, int64_t num_rows, int64_t m0, int64_t m1, const Weight& weight,
                  int64_t n0, int64_t n1, int64_t block, float* out) {
   const int64_t k = weight.num_in, chunk = chunk_of(k), num_tiles = div_up(m1 - m0, TILE_M);
-  // What is packed is so small that the CPU's own prefetching suffices.
-  const int64_t dense_lines = num_tiles == 1 ? 4 : num_tiles <= 3 ? 2 : 1;
-  const int64_t lines = weight.halves != nullptr ? 0 : dense_lines;
+  const int64_t lines = num_tiles == 1 ? 4 : num_tiles <= 3 ? 2 : 1;
   const int64_t num_groups = div_up(k, INT8_GROUP);
   for (int64_t first = n0; first < n1; first += block) {
     const int64_t last = std::min(n1, first + block);
-    // What few rows see is unpacked on the way to registers: bytes twice at most, half ones once.
-    const int64_t often = weight.values != nullptr ? 0 : weight.bytes != nullptr ? 2 : 1;
-    const bool packed = num_tiles <= often && (last - first) % TILE_N == 0;
+    // Bytes that few rows see are unpacked on the way to registers.
+    const bool packed = weight.values == nullptr && num_tiles <= 2 && (last - first) % TILE_N == 0;
     const float* w = packed ? nullptr : weight.rows(first, last);
     Ahead ahead{weight.row(last), weight.row(std::min(n1, last + block)), lines};
     for (int64_t m = m0; m < m1; m += TILE_M) {
@@ -482,10 +408,7 @@ void linear_task(const float* x, int64_t num_rows, int64_t m0, int64_t m1, const
                      out + m * weight.num_out + n, weight.num_out, std::min(TILE_N, last - n), c > 0,
                      ahead);
           };
-          if (packed && weight.halves != nullptr) {
-            run(PackedRows{weight.halves + n * k / 2, weight.scales + n * k / PACKED_GROUP * 2,
-                           k / PACKED_GROUP, c});
-          } else if (packed) {
+          if (packed) {
             run(Int8Rows{weight.bytes + n * k, weight.scales + n * num_groups, k, num_groups, c});
           } else {
             run(FloatRows{w + (n - first) * k + c, k});
@@ -507,10 +430,11 @@ void add_to(float* out, int64_t num_out, int64_t m0, int64_t m1, int64_t n0, int
   }
 }
 
-void check_sizes(const at::Tensor& x, const Weight& weight, const std::optional<at::Tensor>& bias,
+void check_sizes(const at::Tensor& x, int64_t num_out, int64_t num_in,
+                 const std::optional<at::Tensor>& bias,
                  const std::optional<at::Tensor>& residual) {
-  TORCH_CHECK(x.is_contiguous() && x.size(1) == weight.num_in, "x must be [rows, ", weight.num_in, "]");
-  const int64_t num_rows = x.size(0), num_out = weight.num_out;
+  TORCH_CHECK(x.is_contiguous() && x.size(1) == num_in, "x must be [rows, ", num_in, "]");
+  const int64_t num_rows = x.size(0);
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == num_out),
               "the bias must be [", num_out, "]");
   TORCH_CHECK(!residual || (residual->is_contiguous() && residual->numel() == num_rows * num_out),
@@ -520,7 +444,7 @@ void check_sizes(const at::Tensor& x, const Weight& weight, const std::optional<
 at::Tensor run_linear(const at::Tensor& x, const Weight& weight,
                       const std::optional<at::Tensor>& bias,
                       const std::optional<at::Tensor>& residual) {
-  check_sizes(x, weight, bias, residual);
+  check_sizes(x, weight.num_out, weight.num_in, bias, residual);
   const int64_t num_rows = x.size(0), num_out = weight.num_out;
   at::Tensor out = at::empty({num_rows, num_out}, x.options());
   if (num_rows == 0) return out;
@@ -539,30 +463,161 @@ at::Tensor run_linear(const at::Tensor& x, const Weight& weight,
   return out;
 }
 
-// Of float32 [out, in]; of int8 [out, in], with a scale for each group; or of half bytes [out, in / 2],
-// with a scale and an offset for each group.
+// Of float32 [out, in], or of int8 with a scale for each group of a row.
 Weight weight_of(const at::Tensor& values, const std::optional<at::Tensor>& scales) {
   TORCH_CHECK(values.is_contiguous() && (!scales || scales->is_contiguous()),
               "the weight must be contiguous");
-  const int64_t num_out = values.size(0), size = values.size(1);
-  if (!scales)
-    return {values.const_data_ptr<float>(), nullptr, nullptr, nullptr, num_out, size};
-  const float* of_groups = scales->const_data_ptr<float>();
-  if (values.scalar_type() == at::kChar) {
-    TORCH_CHECK(scales->sizes() == at::IntArrayRef({num_out, div_up(size, INT8_GROUP)}),
-                "a scale for each ", INT8_GROUP, " numbers of a row");
-    return {nullptr, values.const_data_ptr<int8_t>(), nullptr, of_groups, num_out, size};
-  }
-  TORCH_CHECK(2 * size % PACKED_GROUP == 0 &&
-                  scales->sizes() == at::IntArrayRef({num_out, 2 * size / PACKED_GROUP, 2}),
-              "a scale and an offset for each ", PACKED_GROUP, " numbers of a row");
-  return {nullptr, nullptr, values.const_data_ptr<uint8_t>(), of_groups, num_out, 2 * size};
+  const int64_t num_out = values.size(0), num_in = values.size(1);
+  if (!scales) return {values.const_data_ptr<float>(), nullptr, nullptr, num_out, num_in};
+  TORCH_CHECK(scales->sizes() == at::IntArrayRef({num_out, div_up(num_in, INT8_GROUP)}),
+              "a scale for each ", INT8_GROUP, " numbers of a row");
+  return {nullptr, values.const_data_ptr<int8_t>(), scales->const_data_ptr<float>(), num_out, num_in};
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& values,
                   const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& residual) {
   return run_linear(x, weight_of(values, scales), bias, residual);
+}
+
+// ------------------------------------------------------------------------- linear, of 4 bits
+//
+// Numbers of 16 rows of w lie side by side, so that 16 sums, each of one row, need no adding up:
+//
+//   columns     16 rows of w: one block                 16 bytes:  row 0 | row 1 | ... | row 15
+//   k ─►        group 0 (32 numbers) | group 1 | ...      low halves: numbers j, high: numbers 16 + j
+//                                                         j = 0 ... 15; scales and offsets: 16 each
+//
+// Sums are in the order 0, 16, 1, 17, ... of each group, however many rows of x there are.
+
+constexpr int64_t PACKED_GROUP = 32;  // as in kernels.py
+
+struct PackedBlocks {
+  static constexpr bool SIDE_BY_SIDE = true;
+  const uint8_t* bytes;  // [blocks][groups][16][16]
+  const float* scales;   // [blocks][groups][2][16]
+  int64_t num_groups, num_out;
+
+  // From number `k` on, a multiple of 32.
+  static PackedBlocks from(const PackedBlocks& w, int64_t k) {
+    return {w.group(0, k / PACKED_GROUP), w.scale(0, k / PACKED_GROUP), w.num_groups, w.num_out};
+  }
+  INLINE_MEMBER const uint8_t* group(int64_t block, int64_t group) const {
+    return bytes + (block * num_groups + group) * PACKED_GROUP / 2 * LANES;
+  }
+  INLINE_MEMBER const float* scale(int64_t block, int64_t group) const {
+    return scales + (block * num_groups + group) * 2 * LANES;
+  }
+};
+
+struct Numbers {  // of 16 rows: two of each
+  Vec low, high;
+};
+
+INLINE Numbers unpacked(const uint8_t* from, Vec scale, Vec offset) {
+#ifdef __AVX512F__
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  const IntVec both = (IntVec)_mm512_cvtepu8_epi32(bytes);
+  const Vec low = (Vec)_mm512_cvtepi32_ps((__m512i)(both & 15));
+  const Vec high = (Vec)_mm512_cvtepi32_ps(_mm512_srli_epi32((__m512i)both, 4));
+#else
+  Vec low, high;
+  for (int i = 0; i < LANES; i++) low[i] = from[i] & 15, high[i] = from[i] >> 4;
+#endif
+  return {low * scale + offset, high * scale + offset};
+}
+
+// M rows of x by `B` blocks of w.
+template <int M, int B>
+INLINE void packed_tile(const float* x, int64_t num_in, const PackedBlocks& w, int64_t block,
+                        Vec acc[M][B]) {
+  for (int m = 0; m < M; m++)
+    for (int b = 0; b < B; b++) acc[m][b] = Vec{};
+  for (int64_t group = 0; group < w.num_groups; group++, x += PACKED_GROUP) {
+    Vec scale[B], offset[B];
+    for (int b = 0; b < B; b++) {
+      scale[b] = load(w.scale(block + b, group));
+      offset[b] = load(w.scale(block + b, group) + LANES);
+    }
+    for (int64_t j = 0; j < LANES; j++) {
+      for (int b = 0; b < B; b++) {
+        const Numbers numbers = unpacked(w.group(block + b, group) + j * LANES, scale[b], offset[b]);
+        for (int m = 0; m < M; m++) acc[m][b] += numbers.low * x[m * num_in + j];
+        for (int m = 0; m < M; m++) acc[m][b] += numbers.high * x[m * num_in + LANES + j];
+      }
+    }
+  }
+}
+
+template <int M>
+void packed_rows(const float* x, int64_t row, const PackedBlocks& w, int64_t begin, int64_t end,
+                 float* out) {
+  constexpr int B = M <= 4 ? 4 : M <= 8 ? 2 : 1;  // sums that do not wait for each other
+  const int64_t num_in = w.num_groups * PACKED_GROUP;
+  const auto put = [&](Vec* acc, int64_t stride, int64_t block, int64_t num_blocks) {
+    for (int64_t m = 0; m < M; m++) {
+      for (int64_t b = 0; b < num_blocks; b++) {
+        float* to = out + (row + m) * w.num_out + (block + b) * LANES;
+        const int64_t count = std::min(LANES, w.num_out - (block + b) * LANES);
+        std::memcpy(to, &acc[m * stride + b], count * sizeof(float));
+      }
+    }
+  };
+  int64_t block = begin;
+  for (; block + B <= end; block += B) {
+    Vec acc[M][B];
+    packed_tile<M, B>(x + row * num_in, num_in, w, block, acc);
+    put(acc[0], B, block, B);
+  }
+  for (; block < end; block++) {
+    Vec acc[M][1];
+    packed_tile<M, 1>(x + row * num_in, num_in, w, block, acc);
+    put(acc[0], 1, block, 1);
+  }
+}
+
+// As evenly as can be: a tile of few rows takes nearly as long as one of many.
+template <int M>
+void packed_some_rows(int64_t num_rows, const float* x, int64_t row, const PackedBlocks& w,
+                      int64_t begin, int64_t end, float* out) {
+  if (num_rows == M) return packed_rows<M>(x, row, w, begin, end, out);
+  if constexpr (M > 1) packed_some_rows<M - 1>(num_rows, x, row, w, begin, end, out);
+}
+
+PackedBlocks packed_blocks(const at::Tensor& values, const at::Tensor& scales, int64_t num_out) {
+  const int64_t num_blocks = div_up(num_out, LANES), num_groups = values.size(1);
+  TORCH_CHECK(values.is_contiguous() && scales.is_contiguous() &&
+                  values.sizes() == at::IntArrayRef({num_blocks, num_groups, LANES, LANES}) &&
+                  scales.sizes() == at::IntArrayRef({num_blocks, num_groups, 2, LANES}),
+              "a scale and an offset for each ", PACKED_GROUP, " numbers of a row");
+  return {values.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(), num_groups, num_out};
+}
+
+at::Tensor linear_packed(const at::Tensor& x, const at::Tensor& values, const at::Tensor& scales,
+                         int64_t num_out, const std::optional<at::Tensor>& bias,
+                         const std::optional<at::Tensor>& residual) {
+  const PackedBlocks w = packed_blocks(values, scales, num_out);
+  check_sizes(x, num_out, w.num_groups * PACKED_GROUP, bias, residual);
+  const int64_t num_rows = x.size(0), num_blocks = div_up(num_out, LANES);
+  at::Tensor out = at::empty({num_rows, num_out}, x.options());
+  const float* from = x.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  const float* added = residual ? residual->const_data_ptr<float>() : nullptr;
+  const float* offset = bias ? bias->const_data_ptr<float>() : nullptr;
+  const int64_t num_tiles = div_up(num_rows, LANES), per_tile = div_up(num_rows, std::max<int64_t>(1, num_tiles));
+  const int64_t num_tasks = at::get_num_threads() == 1 ? 1 : at::get_num_threads() * 4;
+  const int64_t blocks = div_up(div_up(num_blocks, num_tasks), 4) * 4;
+  parallel(num_rows == 0 ? 0 : div_up(num_blocks, blocks), [&](int64_t task) {
+    const int64_t begin = task * blocks, end = std::min(num_blocks, begin + blocks);
+    for (int64_t first = begin; first < end; first += 4) {
+      const int64_t last = std::min(end, first + 4);
+      for (int64_t row = 0; row < num_rows; row += per_tile)
+        packed_some_rows<LANES>(std::min(per_tile, num_rows - row), from, row, w, first, last, to);
+    }
+    if (offset != nullptr || added != nullptr)
+      add_to(to, num_out, 0, num_rows, begin * LANES, std::min(num_out, end * LANES), offset, added);
+  });
+  return out;
 }
 
 // ------------------------------------------------------------------- linear, for many rows, by AMX
@@ -623,17 +678,41 @@ INLINE void store_parts(Vec low, Vec high, char* to, __m512i seen[2]) {
   }
 }
 
+// The same of two vectors whose numbers belong together in pairs: no number has to move.
+INLINE void store_pairs(Vec low, Vec high, char* to, __m512i seen[2]) {
+  const IntVec upper = IntVec{} - 65536;
+  for (int part = 0; part < 3; part++) {
+    const IntVec first = (IntVec)low & upper, second = (IntVec)high & upper;
+    const __m512i cut = _mm512_or_si512(_mm512_srli_epi32((__m512i)first, 16), (__m512i)second);
+    _mm512_store_si512(to + part * TILE_BYTES, cut);
+    if (part > 0) seen[part - 1] = _mm512_or_si512(seen[part - 1], cut);
+    if (part == 2) break;
+    low -= (Vec)first;
+    high -= (Vec)second;
+  }
+}
+
 // 32 numbers of row `n` from `i`, of which `count` are there, as parts.
 template <typename W>
 INLINE void store_parts(const W& rows, int64_t n, int64_t i, int64_t count, char* to,
                         __m512i seen[2]) {
   if (count >= AMX_K) {
-    const Pair numbers = W::two(rows, n, i);
-    store_parts(numbers.first, numbers.second, to, seen);
+    store_parts(W::at(rows, n, i), W::at(rows, n, i + LANES), to, seen);
   } else {
     const int64_t second = std::max<int64_t>(0, count - LANES);
     store_parts(W::at(rows, n, i, std::min(LANES, count)),
                  second > 0 ? W::at(rows, n, i + LANES, second) : Vec{}, to, seen);
+  }
+}
+
+// 16 rows of x by 32 numbers, in pairs as those of w that lie side by side.
+void pack_x_in_pairs(const float* x, int64_t num_rows, int64_t num_in, int64_t row, int64_t k,
+                     char* to) {
+  __m512i seen[2] = {};
+  for (int64_t i = 0; i < LANES; i++) {
+    const float* from = x + (row + i) * num_in + k;
+    const bool is_there = row + i < num_rows;
+    store_pairs(is_there ? load(from) : Vec{}, is_there ? load(from + LANES) : Vec{}, to + i * 64, seen);
   }
 }
 
@@ -676,8 +755,12 @@ class Packing {
 
   INLINE_MEMBER void some(int64_t pieces) {
     for (; pieces > 0 && at_ < length_; pieces--) {
-      fetch(number(row_) + ahead_, at_);
-      store_parts(rows_, std::min(number(row_), num_rows_ - 1), at_, length_ - at_, to_, seen_);
+      if constexpr (W::SIDE_BY_SIDE) {
+        pack_pairs();
+      } else {
+        fetch(number(row_) + ahead_, at_);
+        store_parts(rows_, std::min(number(row_), num_rows_ - 1), at_, length_ - at_, to_, seen_);
+      }
       to_ += row_ % LANES == LANES - 1 ? PARTS - 15 * 64 : 64;
       if (++row_ == AMX_N) row_ = 0, at_ += AMX_K;
     }
@@ -693,10 +776,21 @@ class Packing {
     return first_ + row + (row >= LANES ? jump_ : 0);
   }
 
+  // Two numbers of each row of a block. They come from so few bytes that the CPU's own prefetching
+  // suffices.
+  INLINE_MEMBER void pack_pairs() {
+    const int64_t block = std::min(number(row_), num_rows_ - 1) / LANES, group = at_ / AMX_K;
+    const float* scale = rows_.scale(block, group);
+    const Numbers numbers = unpacked(rows_.group(block, group) + row_ % LANES * LANES, load(scale),
+                                     load(scale + LANES));
+    store_pairs(numbers.low, numbers.high, to_, seen_);
+  }
+
   INLINE_MEMBER void fetch(int64_t row, int64_t at) const {
-    if (row >= num_rows_) return;
-    for (int64_t i = 0; i < AMX_K; i += W::PER_LINE)
-      __builtin_prefetch(W::address(rows_, row, at + i), 0, 2);
+    if (W::SIDE_BY_SIDE || row >= num_rows_) return;
+    if constexpr (!W::SIDE_BY_SIDE)
+      for (int64_t i = 0; i < AMX_K; i += W::PER_LINE)
+        __builtin_prefetch(W::address(rows_, row, at + i), 0, 2);
   }
 
   const W rows_;
@@ -706,8 +800,25 @@ class Packing {
   __m512i seen_[2];
 };
 
-#define LOAD_W(tile, part, i) _tile_loadd(tile, w + ((i) * 3 + (part)-1) * TILE_BYTES, 64)
-#define LOAD_X(tile, part, j) _tile_loadd(tile, x + (j) * x_stride + ((part)-1) * TILE_BYTES, 64)
+// Left are those whose rows are the rows of results.
+#define LOAD_LEFT(from, i_bytes, part)                         \
+  _tile_loadd(4, from + ((part)-1) * TILE_BYTES, 64);          \
+  _tile_loadd(5, from + i_bytes + ((part)-1) * TILE_BYTES, 64)
+#define LOAD_RIGHT(from, i_bytes, part)                        \
+  _tile_loadd(6, from + ((part)-1) * TILE_BYTES, 64);          \
+  _tile_loadd(7, from + i_bytes + ((part)-1) * TILE_BYTES, 64)
+#define LOAD_W(part)                  \
+  if constexpr (W::SIDE_BY_SIDE) {    \
+    LOAD_RIGHT(w, PARTS, part);       \
+  } else {                            \
+    LOAD_LEFT(w, PARTS, part);        \
+  }
+#define LOAD_X(part)                  \
+  if constexpr (W::SIDE_BY_SIDE) {    \
+    LOAD_LEFT(x, x_stride, part);     \
+  } else {                            \
+    LOAD_RIGHT(x, x_stride, part);    \
+  }
 #define MULTIPLY                \
   _tile_dpbf16ps(0, 4, 6);      \
   _tile_dpbf16ps(1, 4, 7);      \
@@ -728,32 +839,25 @@ void multiply(const char* w, const char* x, int64_t x_stride, int64_t steps, flo
   _tile_zero(3);
   for (int64_t step = 0; step < steps; step++, w += 2 * PARTS, x += PARTS) {
     if constexpr (W_PARTS >= 2) {
-      LOAD_X(6, 1, 0);
-      LOAD_X(7, 1, 1);
+      LOAD_X(1);
     }
     if constexpr (W_PARTS == 3) {
-      LOAD_W(4, 3, 0);
-      LOAD_W(5, 3, 1);
+      LOAD_W(3);
       MULTIPLY;
     }
     if constexpr (W_PARTS >= 2) {
-      LOAD_W(4, 2, 0);
-      LOAD_W(5, 2, 1);
+      LOAD_W(2);
       MULTIPLY;
     }
-    LOAD_X(6, 2, 0);
-    LOAD_X(7, 2, 1);
+    LOAD_X(2);
     if constexpr (W_PARTS >= 2) {
       MULTIPLY;
     }
-    LOAD_W(4, 1, 0);
-    LOAD_W(5, 1, 1);
+    LOAD_W(1);
     MULTIPLY;
-    LOAD_X(6, 1, 0);
-    LOAD_X(7, 1, 1);
+    LOAD_X(1);
     MULTIPLY;
-    LOAD_X(6, 3, 0);
-    LOAD_X(7, 3, 1);
+    LOAD_X(3);
     MULTIPLY;
   }
   _tile_stored(0, result, 64);
@@ -761,6 +865,8 @@ void multiply(const char* w, const char* x, int64_t x_stride, int64_t steps, flo
   _tile_stored(2, result + 512, 64);
   _tile_stored(3, result + 768, 64);
 }
+#undef LOAD_LEFT
+#undef LOAD_RIGHT
 #undef LOAD_W
 #undef LOAD_X
 #undef MULTIPLY
@@ -770,7 +876,8 @@ struct Out {
   float* values;
   const float *bias, *residual;  // or null
   int64_t num_rows, num_columns;
-  bool is_gated;  // w has gates, then ups: SwiGLU makes one of two
+  bool is_turned;  // tiles have rows of w as their rows
+  bool is_gated;   // w has gates, then ups: SwiGLU makes one of two
   bool is_first = true, is_last = true;  // chunk of k: later ones are added to what is there
 
   int64_t columns_at_once() const { return is_gated ? LANES : 2 * LANES; }
@@ -780,8 +887,8 @@ struct Out {
     for (int64_t j = 0; j < 2; j++, row += LANES) {
       if (row >= num_rows) return;
       Vec first[LANES], second[LANES];
-      turn(tiles + j * LANES * LANES, first);
-      turn(tiles + (2 + j) * LANES * LANES, second);
+      take(tiles + (is_turned ? j : 2 * j) * LANES * LANES, first);
+      take(tiles + (is_turned ? 2 + j : 2 * j + 1) * LANES * LANES, second);
       if (is_gated) {
         for (int m = 0; m < LANES; m++) first[m] = swiglu(first[m], second[m]);
       } else if (column + LANES < num_columns) {
@@ -792,9 +899,9 @@ struct Out {
   }
 
  private:
-  INLINE void turn(const float* tile, Vec lines[LANES]) {
+  INLINE_MEMBER void take(const float* tile, Vec lines[LANES]) const {
     for (int i = 0; i < LANES; i++) lines[i] = load(tile + i * LANES);
-    transpose(lines);
+    if (is_turned) transpose(lines);
   }
 
   INLINE_MEMBER void put_lines(const Vec lines[LANES], int64_t row, int64_t column) const {
@@ -867,7 +974,8 @@ at::Tensor amx_linear(const at::Tensor& x, const W& w, int64_t num_out, bool is_
   at::Tensor result = at::empty({num_rows, num_out}, x.options());
   const float* from = x.const_data_ptr<float>();
   Out out{result.mutable_data_ptr<float>(), bias ? bias->const_data_ptr<float>() : nullptr,
-          residual ? residual->const_data_ptr<float>() : nullptr, num_rows, num_out, is_gated};
+          residual ? residual->const_data_ptr<float>() : nullptr, num_rows, num_out,
+          !W::SIDE_BY_SIDE, is_gated};
   const int64_t chunk = div_up(div_up(num_in, div_up(num_in, MAX_CHUNK)), 2 * AMX_K) * 2 * AMX_K;
   const int64_t x_stride = div_up(chunk, AMX_K) * PARTS;
   const int64_t num_tiles = div_up(num_rows, 2 * LANES) * 2;
@@ -879,9 +987,10 @@ at::Tensor amx_linear(const at::Tensor& x, const W& w, int64_t num_out, bool is_
   for (int64_t k = 0; k < num_in; k += chunk) {
     const int64_t length = std::min(chunk, num_in - k), steps = div_up(length, AMX_K);
     parallel(num_tiles, [&](int64_t tile) {
+      const auto pack = W::SIDE_BY_SIDE ? pack_x_in_pairs : pack_x;
       for (int64_t step = 0; step < steps; step++)
-        pack_x(from, num_rows, num_in, tile * LANES, k + step * AMX_K,
-               all + tile * x_stride + step * PARTS);
+        pack(from, num_rows, num_in, tile * LANES, k + step * AMX_K,
+             all + tile * x_stride + step * PARTS);
     });
     out.is_first = k == 0, out.is_last = k + length == num_in;
     amx_chunk(all, x_stride, panel, W::from(w, k), length, out);
@@ -889,34 +998,37 @@ at::Tensor amx_linear(const at::Tensor& x, const W& w, int64_t num_out, bool is_
   return result;
 }
 
-at::Tensor amx_linear_of(const at::Tensor& x, const Weight& w, bool is_gated,
-                         const std::optional<at::Tensor>& bias,
+at::Tensor silu_and_mul(const at::Tensor& gate_up);
+
+// A projection, or SwiGLU of one. If k is one chunk, gates and ups never see memory.
+template <typename W>
+at::Tensor amx_linear_of(const at::Tensor& x, const W& w, int64_t num_out, int64_t num_in,
+                         bool is_gated, const std::optional<at::Tensor>& bias,
                          const std::optional<at::Tensor>& residual) {
-  check_sizes(x, w, bias, residual);
-  const int64_t num_out = is_gated ? w.num_out / 2 : w.num_out;
-  if (w.values != nullptr) return amx_linear(x, w.float_rows(), num_out, is_gated, bias, residual);
-  if (w.bytes != nullptr) return amx_linear(x, w.int8_rows(), num_out, is_gated, bias, residual);
-  return amx_linear(x, w.packed_rows(), num_out, is_gated, bias, residual);
+  check_sizes(x, num_out, num_in, bias, residual);
+  if (!is_gated) return amx_linear(x, w, num_out, false, bias, residual);
+  TORCH_CHECK(num_out % 2 == 0, "as many gates as ups");
+  if (bias || num_in > MAX_CHUNK || (W::SIDE_BY_SIDE && num_out / 2 % LANES != 0))
+    return silu_and_mul(amx_linear(x, w, num_out, false, bias, residual));
+  return amx_linear(x, w, num_out / 2, true, bias, residual);
 }
 
 at::Tensor linear_of_many_rows(const at::Tensor& x, const at::Tensor& values,
-                               const std::optional<at::Tensor>& scales,
+                               const std::optional<at::Tensor>& scales, bool is_gated,
                                const std::optional<at::Tensor>& bias,
                                const std::optional<at::Tensor>& residual) {
-  return amx_linear_of(x, weight_of(values, scales), false, bias, residual);
+  const Weight w = weight_of(values, scales);
+  if (w.values != nullptr)
+    return amx_linear_of(x, w.float_rows(), w.num_out, w.num_in, is_gated, bias, residual);
+  return amx_linear_of(x, w.int8_rows(), w.num_out, w.num_in, is_gated, bias, residual);
 }
 
-at::Tensor silu_and_mul(const at::Tensor& gate_up);
-
-// SwiGLU of a projection. If k is one chunk, gates and ups never see memory.
-at::Tensor gated_linear_of_many_rows(const at::Tensor& x, const at::Tensor& values,
-                                     const std::optional<at::Tensor>& scales,
-                                     const std::optional<at::Tensor>& bias) {
-  const Weight w = weight_of(values, scales);
-  TORCH_CHECK(w.num_out % 2 == 0, "as many gates as ups");
-  if (bias || w.num_in > MAX_CHUNK)
-    return silu_and_mul(amx_linear_of(x, w, false, bias, std::nullopt));
-  return amx_linear_of(x, w, true, bias, std::nullopt);
+at::Tensor linear_packed_of_many_rows(const at::Tensor& x, const at::Tensor& values,
+                                      const at::Tensor& scales, int64_t num_out, bool is_gated,
+                                      const std::optional<at::Tensor>& bias,
+                                      const std::optional<at::Tensor>& residual) {
+  const PackedBlocks w = packed_blocks(values, scales, num_out);
+  return amx_linear_of(x, w, num_out, w.num_groups * PACKED_GROUP, is_gated, bias, residual);
 }
 
 #endif  // __AMX_BF16__
@@ -1523,10 +1635,11 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   module.def("linear", &linear, no_gil);
+  module.def("linear_packed", &linear_packed, no_gil);
 #ifdef __AMX_BF16__
   module.attr("has_amx") = request_amx();
   module.def("linear_of_many_rows", &linear_of_many_rows, no_gil);
-  module.def("gated_linear_of_many_rows", &gated_linear_of_many_rows, no_gil);
+  module.def("linear_packed_of_many_rows", &linear_packed_of_many_rows, no_gil);
 #else
   module.attr("has_amx") = false;
 #endif

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 INT8_GROUP = 64  # numbers of a row that share a scale
-PACKED_GROUP = 32
+PACKED_GROUP, PACKED_ROWS = 32, 16
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,19 @@ class Int8Weight:
 class PackedWeight:
     """A weight `[out, in]` in 4 bits, as GGUF's Q4_0, Q4_1 and Q4_K have it: without any loss.
 
-    Number (o, i) is `scales[o, i // 32, 0] * steps + scales[o, i // 32, 1]`, rounded once, where
-    `steps` is half of a byte: in each group of 32 the low halves of its 16 bytes are the first 16.
+    Rows lie side by side in blocks of 16, and the numbers of a row are in groups of 32. Number
+    32 g + j of row 16 b + r is `scales[b, g, 0, r] * steps + scales[b, g, 1, r]`, rounded once,
+    where `steps` is the low half of `values[b, g, j, r]`, or with j of 16 and more the high half of
+    `values[b, g, j - 16, r]`. Rows that fill up the last block are not looked at.
     """
 
-    values: Tensor  # uint8 [out, in / 2]
-    scales: Tensor  # float32 [out, in / 32, 2]
+    values: Tensor  # uint8 [out / 16, in / 32, 16, 16]
+    scales: Tensor  # float32 [out / 16, in / 32, 2, 16]
+    num_rows: int  # out
 
     @property
     def shape(self) -> tuple[int, int]:
-        out_size, half = self.values.shape
-        return out_size, 2 * half
+        return self.num_rows, self.values.shape[1] * PACKED_GROUP
 
 
 LinearWeight = Tensor | Int8Weight | PackedWeight

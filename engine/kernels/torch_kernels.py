@@ -6,13 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.kernels import (
-    INT8_GROUP,
-    PACKED_GROUP,
-    Int8Weight,
-    LinearWeight,
-    PackedWeight,
-)
+from engine.kernels.kernels import INT8_GROUP, Int8Weight, LinearWeight, PackedWeight
 
 # Limits that were measured with MKL in float32 on two cores with AVX-512.
 _FEW_ROWS = 8
@@ -65,11 +59,10 @@ def dequantized(weight: Int8Weight | PackedWeight, dtype: torch.dtype) -> Tensor
 
 
 def _unpacked(weight: PackedWeight) -> Tensor:
-    groups = weight.values.view(len(weight.values), -1, PACKED_GROUP // 2)
-    steps = torch.cat((groups & 15, groups >> 4), dim=-1).to(torch.float64)
+    steps = torch.cat((weight.values & 15, weight.values >> 4), dim=2).to(torch.float64)
     scales = weight.scales.to(torch.float64)
-    numbers = steps * scales[..., :1] + scales[..., 1:]
-    return numbers.to(torch.float32).flatten(1)  # rounded once
+    numbers = (steps * scales[:, :, :1] + scales[:, :, 1:]).to(torch.float32)  # rounded once
+    return numbers.permute(0, 3, 1, 2).reshape(-1, weight.shape[1])[: weight.num_rows].contiguous()
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

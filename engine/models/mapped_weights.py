@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.kernels import PackedWeight
+from engine.kernels import PACKED_ROWS, PackedWeight
 from engine.weights import TensorLocation, WeightIndex, scales_of
 
 _DTYPES = {
@@ -54,11 +54,14 @@ class MappedWeights:
         return self._files.stacked(*names).to(self.device, self.dtype)
 
     def packed(self, *names: str) -> PackedWeight | None:
-        """As `stacked`, if all of them are there in 4 bits."""
+        """As `stacked`, if all of them are there in 4 bits, in whole blocks but for the last."""
         if self._packed is None or not all(name in self._packed for name in names):
             return None
+        num_rows = [self._files.shape(name)[0] for name in names]
+        if any(count % PACKED_ROWS for count in num_rows[:-1]):
+            return None
         scales = self._packed.stacked(*(scales_of(name) for name in names))
-        return PackedWeight(self._packed.stacked(*names), scales)
+        return PackedWeight(self._packed.stacked(*names), scales, sum(num_rows))
 
 
 class _MappedFiles:
@@ -70,6 +73,9 @@ class _MappedFiles:
 
     def __contains__(self, name: str) -> bool:
         return name in self._index.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._index.shape(name)
 
     def stacked(self, *names: str) -> Tensor:
         locations = [self._index.location(name) for name in names]

@@ -31,7 +31,7 @@ from engine.weights.gguf_config import ROPE_DIVISORS, GGUFConfig, GGUFFamily, on
 from engine.weights.gguf_file import GGUFFile, GGUFTensor
 from engine.weights.gguf_tokenizer import GGUFTokenizer
 from engine.weights.model_tensors import Shape, from_gguf_name, tensor_shapes
-from engine.weights.packed_blocks import GROUP, PackedRows, can_pack, pack
+from engine.weights.packed_blocks import can_pack, pack, packed_shapes, side_by_side
 from engine.weights.progress import ProgressSink, Stage
 from engine.weights.safetensors_dir import PACKED_FILE, SINGLE_FILE, scales_of
 from engine.weights.safetensors_writer import float32_bytes, write_safetensors
@@ -42,7 +42,7 @@ Json = dict[str, Any]
 _Number = TypeVar("_Number", np.float32, np.uint8)
 
 # Raised when a conversion writes something else than before, so that cached ones are made anew.
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 
 _SPARE_BYTES = 64 * 1024 * 1024  # for everything that is not weights
 
@@ -158,22 +158,19 @@ def _packed_shapes(tensors: dict[str, GGUFTensor]) -> dict[str, Shape]:
     values: dict[str, Shape] = {}
     scales: dict[str, Shape] = {}
     for name, tensor in tensors.items():
-        num_rows, num_columns = tensor.shape
-        values[name] = (num_rows, num_columns // 2)
-        scales[scales_of(name)] = (num_rows, num_columns // GROUP, 2)
+        values[name], scales[scales_of(name)] = packed_shapes(tensor.shape)
     return values | scales
 
 
 def _packed(
     file: GGUFFile, tensors: dict[str, GGUFTensor], order: _Order
 ) -> Iterator[tuple[str, NDArray[np.float32] | NDArray[np.uint8]]]:
-    def packed(name: str) -> PackedRows:  # twice, so that memory never holds more than one
-        return pack(file.raw_rows(tensors[name]), tensors[name].type)
-
-    for name in tensors:
-        yield name, order.undone(name, packed(name).values)
-    for name in tensors:
-        yield scales_of(name), order.undone(name, packed(name).scales)
+    for name, tensor in tensors.items():
+        values, _ = pack(file.raw_rows(tensor), tensor.type)
+        yield name, side_by_side(order.undone(name, values))
+    for name, tensor in tensors.items():  # once more, so that memory never holds more than one
+        _, scales = pack(file.raw_rows(tensor), tensor.type)
+        yield scales_of(name), side_by_side(order.undone(name, scales))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,26 +10,22 @@ bits at most, the steps have 4), and so it is the number that dequantising gives
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import TypeVar
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
+from engine.weights.model_tensors import Shape
+
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+_Number = TypeVar("_Number", np.uint8, np.float32)
 
-GROUP = 32  # numbers that share a scale and an offset
+_GROUP = 32  # numbers that share a scale and an offset
+_ROWS = 16  # that lie side by side
 _K_BLOCK_GROUPS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRows:
-    """A tensor `[rows, columns]`. Its groups' low halves of bytes are their first 16 numbers."""
-
-    values: Bytes  # [rows, columns / 2]
-    scales: Floats  # [rows, columns / 32, 2]: scale and offset
 
 
 def can_pack(kind: GGMLQuantizationType) -> bool:
@@ -37,11 +33,28 @@ def can_pack(kind: GGMLQuantizationType) -> bool:
     return kind in _PACKERS
 
 
-def pack(rows: Bytes, kind: GGMLQuantizationType) -> PackedRows:
-    """`rows` is `[rows, bytes of a row]`, of a type that can be packed."""
+def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
+    """The shapes that values and scales of a tensor `[rows, columns]` have side by side."""
+    num_rows, num_columns = shape
+    blocks, groups = -(-num_rows // _ROWS), num_columns // _GROUP
+    return (blocks, groups, _GROUP // 2, _ROWS), (blocks, groups, 2, _ROWS)
+
+
+def pack(rows: Bytes, kind: GGMLQuantizationType) -> tuple[Bytes, Floats]:
+    """Values `[rows, columns / 32, 16]`, and scales `[rows, columns / 32, scale | offset]`.
+
+    The low halves of a group's 16 bytes are its first 16 numbers. `rows` is `[rows, bytes of a
+    row]`, of a type that can be packed.
+    """
     blocks = rows.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
     values, scales = _PACKERS[kind](blocks)
-    return PackedRows(values.reshape(len(rows), -1), scales.reshape(len(rows), -1, 2))
+    return values.reshape(len(rows), -1, _GROUP // 2), scales.reshape(len(rows), -1, 2)
+
+
+def side_by_side(rows: NDArray[_Number]) -> NDArray[_Number]:
+    """`[rows, groups, n]` → `[rows / 16, groups, n, 16]`, filled up with rows of zeros."""
+    filled = np.pad(rows, ((0, -len(rows) % _ROWS), (0, 0), (0, 0)))
+    return filled.reshape(-1, _ROWS, *rows.shape[1:]).transpose(0, 2, 3, 1)
 
 
 def _pack_q4_0(blocks: Bytes) -> tuple[Bytes, Floats]:
@@ -58,7 +71,7 @@ def _pack_q4_k(blocks: Bytes) -> tuple[Bytes, Floats]:
     scale = _halves(blocks[:, :2]) * steps.astype(np.float32)
     offset = -_halves(blocks[:, 2:4]) * least.astype(np.float32)
     # 32 bytes have two groups, one in all low halves and one in all high ones.
-    pairs = blocks[:, 16:].reshape(-1, _K_BLOCK_GROUPS // 2, 2, GROUP // 2)
+    pairs = blocks[:, 16:].reshape(-1, _K_BLOCK_GROUPS // 2, 2, _GROUP // 2)
     first, second = pairs[:, :, 0], pairs[:, :, 1]
     low = (first & 15) | (second & 15) << 4
     high = first >> 4 | second & 0xF0

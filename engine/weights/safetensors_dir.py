@@ -122,8 +122,8 @@ def open_weights(directory: Path) -> WeightIndex:
 
 
 def open_packed(directory: Path) -> WeightIndex | None:
-    """Index what is there of a converted model in 4 bits as well: for each name its values
-    `[out, in / 2]`, and its scales (`scales_of`).
+    """Index what is there of a converted model in 4 bits as well: for each name its values, and its
+    scales (`scales_of`), as `engine.weights.packed_blocks` lays them out.
 
     Raises ModelError: the file is broken.
     """

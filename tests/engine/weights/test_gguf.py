@@ -121,7 +121,9 @@ def test_what_is_kept_in_4_bits_is_the_same_in_float32(
     content = load_file(target / "packed.safetensors")
     for name in names:
         weight = PackedWeight(
-            torch.from_numpy(content[name]), torch.from_numpy(content[scales_of(name)])
+            torch.from_numpy(content[name]),
+            torch.from_numpy(content[scales_of(name)]),
+            len(converted[name]),
         )
         numbers = dequantized(weight, torch.float32).numpy()
         np.testing.assert_array_equal(numbers, converted[name], err_msg=name)
